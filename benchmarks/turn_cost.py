@@ -187,7 +187,7 @@ class Parts:
         timed(lambda: service.tokenizer.render_chat(plain), times("render the chat template", []))
 
         begin = time.process_time()
-        prompt = await service.encode_chat(body.messages, salt="")
+        prompt = await service.encode_chat(body.messages)
         both = 1e3 * (time.process_time() - begin)
         times("tokenize", []).append(both - self.times["render the chat template"][-1])
         self.prompt_tokens = len(prompt.tokens)
@@ -195,7 +195,7 @@ class Parts:
         self._turns += 1
         params = [engine.default_params.__class__(max_tokens=2, temperature=0.0)]
         requests = timed(
-            lambda: service.requests(f"turn-{self._turns}", [prompt.tokens], params, body),
+            lambda: service.requests(f"turn-{self._turns}", [prompt.tokens], params),
             times("make the request", []),
         )
         timed(lambda: self._router.place(requests, [0.0, 0.0]), times("route (of two replicas)", []))

@@ -45,6 +45,9 @@ PAGES: dict[str, tuple[str, ...]] = {
         "core/parsers/sequential.py",
         "core/parsers/call_reader.py",
         "core/parsers/json_scanner.py",
+        "core/parsers/output_formats.py",
+        "core/parsers/tool_schemas.py",
+        "core/parsers/custom_tools.py",
     ),
     "Grammars": ("core/grammars/base.py", "core/grammars/grammar.py"),
     "Protocols": (

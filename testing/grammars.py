@@ -176,6 +176,22 @@ class GrammarConformance:
                 assert np.array_equal(bits(mask)[: len(TOKENS)], allowed(other)), f"{case.grammar}: a mask is wrong"
                 other.accept(token)
 
+    def test_batches(self) -> None:
+        """fill_batch() writes the masks that fill_mask() does, of any grammars, begun and ended."""
+        pick = random.Random(0)
+        matchers = []
+        for case, compiled in self.cases():
+            tokens = [*tokenize(case.good[0], pick), EOS]
+            for count in (0, pick.randint(0, len(tokens)), len(tokens)):
+                matchers.append(compiled.matcher())
+                assert all(map(matchers[-1].accept, tokens[:count]))
+        for some in (matchers[:1], matchers):
+            masks = np.full((len(some), WORDS), DIRT, np.int32)
+            assert not any(type(some[0]).fill_batch(some, masks)), "fill_batch() says that a mask is wrong"
+            for matcher, mask in zip(some, masks, strict=True):
+                assert np.array_equal(bits(mask)[: len(TOKENS)], allowed(matcher)), "fill_batch() writes another mask"
+                assert not bits(mask)[len(TOKENS) :].any(), "fill_batch() allows tokens beyond the vocabulary"
+
     def test_matchers_are_independent(self) -> None:
         """Two matchers of one grammar do not share their state."""
         for case, compiled in self.cases():

@@ -10,8 +10,7 @@ from typing import Any
 from attrs import frozen
 
 from engine.core.errors import InvalidRequestError
-from engine.core.grammars import CompiledGrammar, Grammar, GrammarBackend
-from engine.plugins.grammars.json_schema import keywords
+from engine.core.grammars import CompiledGrammar, Grammar, GrammarBackend, schema_keywords
 from engine.testing.grammars import matches
 
 KEYWORDS = frozenset(
@@ -38,7 +37,7 @@ class SuiteSchema:
     @property
     def keywords(self) -> frozenset[str]:
         """The keywords of the schema that say something about instances, of those that the suite is about."""
-        return frozenset(name for name, _, _ in keywords(self.schema)) & KEYWORDS
+        return frozenset(name for name, _, _ in schema_keywords(self.schema)) & KEYWORDS
 
 
 @frozen

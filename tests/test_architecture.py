@@ -46,7 +46,6 @@ NO_PLUGIN_NAMES = {
     ("autotune/cache.py", "triton"): "the name of a package in a file's key",
     ("quant/base.py", "none"): "LinearSpec.parallel",
     ("quant/experts.py", "none"): "LinearSpec.parallel",
-    ("protocols/conversation.py", "none"): "ToolChoice.mode",
     ("plugin_host/derived.py", "none"): "AttentionBackend.graphs",
     ("plugin_host/derived.py", "triton"): "the package to look for",
     ("text/tokenizer.py", "response_template"): "an attribute of transformers' tokenizers",

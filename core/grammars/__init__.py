@@ -12,7 +12,25 @@ if TYPE_CHECKING:
         GrammarVocabulary as GrammarVocabulary,
     )
     from engine.core.grammars.compiler import Grammars as Grammars
+    from engine.core.grammars.formats import (
+        Dispatch as Dispatch,
+        Either as Either,
+        Format as Format,
+        FreeText as FreeText,
+        Part as Part,
+        Repeat as Repeat,
+        Sequence as Sequence,
+        Text as Text,
+        Token as Token,
+        is_open as is_open,
+    )
     from engine.core.grammars.grammar import Grammar as Grammar
+    from engine.core.grammars.json_schema import (
+        SCHEMA_KEYWORDS as SCHEMA_KEYWORDS,
+        SCHEMA_LIST_KEYWORDS as SCHEMA_LIST_KEYWORDS,
+        SCHEMA_MAP_KEYWORDS as SCHEMA_MAP_KEYWORDS,
+        schema_keywords as schema_keywords,
+    )
     from engine.core.grammars.limits import schema_of as schema_of
     from engine.core.grammars.structural_tag_forms import format_of as format_of
     from engine.core.grammars.structural_tags import FormatResolver as FormatResolver
@@ -27,6 +45,24 @@ __getattr__, __dir__, __all__ = exports(
         "GrammarVocabulary",
     ),
     compiler=("Grammars",),
+    formats=(
+        "Dispatch",
+        "Either",
+        "Format",
+        "FreeText",
+        "Part",
+        "Repeat",
+        "Sequence",
+        "Text",
+        "Token",
+        "is_open",
+    ),
+    json_schema=(
+        "SCHEMA_KEYWORDS",
+        "SCHEMA_LIST_KEYWORDS",
+        "SCHEMA_MAP_KEYWORDS",
+        "schema_keywords",
+    ),
     grammar=("Grammar",),
     limits=("schema_of",),
     tool_schemas=("TOOL_LABEL", "compile_with_tools"),

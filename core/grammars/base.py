@@ -82,6 +82,22 @@ class GrammarMatcher(ABC):
         finally:
             self.rollback(accepted)
 
+    @classmethod
+    def fill_batch(cls, matchers: Sequence[GrammarMatcher], masks: npt.NDArray[np.int32]) -> Sequence[Exception | None]:
+        """`fill_mask` of several matchers of this class, of any grammars of one backend; may use several threads.
+
+        masks: [matchers, ceil(vocabulary / 32)] int32, contiguous. Returns for each matcher what `fill_mask` would
+        raise, or None; the other masks are written all the same.
+        """
+        problems: list[Exception | None] = []
+        for matcher, mask in zip(matchers, masks, strict=True):
+            try:
+                matcher.fill_mask(mask)
+                problems.append(None)
+            except Exception as error:  # of a library, or of a grammar that has become too complex
+                problems.append(error)
+        return problems
+
 
 class CompiledGrammar(ABC):
     """A grammar, compiled for one vocabulary."""

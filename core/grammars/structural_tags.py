@@ -119,8 +119,8 @@ class FormatResolver:
             begin = _flat(tag.elements[0])
             fitting = [trigger for trigger in triggers if _begins(begin, trigger)]
             if len(fitting) != 1:
-                what = "none" if not fitting else "several"
-                raise refusal(f"the begin of a tag must begin with one trigger; with {what} does {_shown(begin)}")
+                what = "with none" if not fitting else "with several"
+                raise refusal(f"the begin of a tag must begin with one trigger; {what} does {_shown(begin)}")
             start = fitting[0][0]
             assert isinstance(start, (Text, Token))
             rest = _after(begin, start)

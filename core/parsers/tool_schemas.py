@@ -6,16 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from engine.core.errors import InvalidRequestError
-from engine.core.grammars import TOOL_LABEL
+from engine.core.grammars import SCHEMA_KEYWORDS, SCHEMA_LIST_KEYWORDS, SCHEMA_MAP_KEYWORDS, TOOL_LABEL
 
 ANNOTATIONS: Final = frozenset({"$comment", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"})
 """Keywords that restrict nothing, and are most of the text of an agent's tools."""
-_ONE: Final = frozenset(
-    {"additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then"}
-    | {"unevaluatedItems", "unevaluatedProperties"}
-)
-_LISTS: Final = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
-_BY_NAME: Final = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
 
 
 def arguments_schema(tool: Mapping[str, Any], *, strict: bool, exact: bool) -> dict[str, Any]:
@@ -53,10 +47,10 @@ def without_annotations(schema: Any) -> Any:
     for name, value in schema.items():
         if name in ANNOTATIONS or name == TOOL_LABEL:
             continue
-        if name in _BY_NAME and isinstance(value, Mapping):
+        if name in SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
             found[name] = {key: without_annotations(one) for key, one in value.items()}
-        elif name in _LISTS and isinstance(value, Sequence) and not isinstance(value, str):
+        elif name in SCHEMA_LIST_KEYWORDS and isinstance(value, Sequence) and not isinstance(value, str):
             found[name] = [without_annotations(one) for one in value]
         else:
-            found[name] = without_annotations(value) if name in _ONE else value
+            found[name] = without_annotations(value) if name in SCHEMA_KEYWORDS else value
     return found

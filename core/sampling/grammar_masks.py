@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Mask = npt.NDArray[np.int32]
+Masks = npt.NDArray[np.int32]
 
 
 @define(eq=False)
@@ -94,7 +95,9 @@ class GrammarMasks:
         """
         masks = np.zeros((len(sequences), self._words), np.int32)
         read: dict[int, list[int]] = {}
-        for mask, sequence in zip(masks, sequences, strict=True):
+        ready: list[GrammarMatcher] = []
+        rows: list[int] = []
+        for row_of_mask, sequence in enumerate(sequences):
             output = self._outputs[sequence]
             if output.last is not None:
                 sampled, row = output.last
@@ -102,8 +105,10 @@ class GrammarMasks:
                     read[id(sampled)] = sampled.tokens_on_host()
                 output.tokens.append(read[id(sampled)][row])
                 output.last = None
-            if not output.failed:
-                self._fill(sequence, output, mask)
+            if not output.failed and (matcher := self._advance(sequence, output)) is not None:
+                ready.append(matcher)
+                rows.append(row_of_mask)
+        self._fill(sequences, ready, rows, masks)
         [on_device] = to_device([masks], self._device)
         return on_device
 
@@ -112,18 +117,41 @@ class GrammarMasks:
         for sequence, row in zip(rows.sequences, rows.host_rows, strict=True):
             self._outputs[sequence].last = sampled, row
 
-    def _fill(self, sequence: int, output: _Output, mask: Mask) -> None:
+    def _advance(self, sequence: int, output: _Output) -> GrammarMatcher | None:
+        """The matcher of an output after its last token; None if it cannot go on."""
         try:
-            output.advance().fill_mask(mask)
-        except Exception as error:  # of a library, or of a grammar that has become too complex
-            log.warning("sequence %d cannot go on by its grammar: %s", sequence, error)
-            output.failed = True
-            mask[:] = 0
+            return output.advance()
+        except Exception as error:  # of a library, or of a grammar that is refused
+            self._fail(sequence, error)
+            return None
+
+    def _fill(self, sequences: Sequence[int], ready: list[GrammarMatcher], rows: list[int], masks: Masks) -> None:
+        """Fill the masks of matchers. rows: the row of each in `sequences` and `masks`."""
+        classes = {type(matcher) for matcher in ready}
+        if len(classes) > 1:
+            for one in classes:
+                chosen = [at for at, matcher in enumerate(ready) if type(matcher) is one]
+                self._fill(sequences, [ready[at] for at in chosen], [rows[at] for at in chosen], masks)
             return
-        if output.ending is not None and output.num_outputs < output.min_tokens:
-            longer = mask & ~output.ending
-            if longer.any():
-                mask[:] = longer
+        if not ready:
+            return
+        filled = masks if len(rows) == len(masks) else np.zeros((len(rows), self._words), np.int32)
+        for at, problem in enumerate(type(ready[0]).fill_batch(ready, filled)):
+            sequence, mask = sequences[rows[at]], filled[at]
+            output = self._outputs[sequence]
+            if problem is not None:
+                self._fail(sequence, problem)
+                mask[:] = 0
+            elif output.ending is not None and output.num_outputs < output.min_tokens:
+                longer = mask & ~output.ending
+                if longer.any():
+                    mask[:] = longer
+        if filled is not masks:
+            masks[rows] = filled
+
+    def _fail(self, sequence: int, error: Exception) -> None:
+        log.warning("sequence %d cannot go on by its grammar: %s", sequence, error)
+        self._outputs[sequence].failed = True
 
     def _mask_of(self, tokens: Collection[int]) -> Mask:
         allowed = np.zeros(32 * self._words, np.uint8)

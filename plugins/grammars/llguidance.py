@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import Sequence
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from engine.core.grammars import (
     GrammarVocabulary,
     schema_of,
 )
+from engine.core.host import Host
 from engine.plugins.grammars.llguidance_formats import LarkWriter, escaped
 from engine.plugins.grammars.llguidance_schemas import ESCAPES, exact_schema
 from engine.plugins.grammars.masks import allows_any, eos_mask
@@ -27,7 +30,7 @@ from engine.plugins.grammars.options import JsonOptions
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    from llguidance import LLMatcher
+    from llguidance import LLExecutor, LLMatcher
 
 _TEMPERATURE = re.compile(r"^\s*\w+\[[^\]\n]*\btemperature\b", re.MULTILINE)
 STEP_MAX_ITEMS, STEP_LEXER_FUEL = 5000, 50_000
@@ -35,6 +38,9 @@ STEP_MAX_ITEMS, STEP_LEXER_FUEL = 5000, 50_000
 alike took 194 ms per token; now the worst that was found takes 13 ms. Objects of 100 optional properties, and 200
 tools, are within the limits; objects of 300 are not.
 """
+MIN_PARALLEL, MIN_CORES, MAX_THREADS = 64, 4, 16
+"""Masks, and cores, from which on several threads make masks; how many threads at most. A mask takes about 10 us, so
+that waking threads for few masks takes longer than making them."""
 _MAX_ERROR = 300
 """Characters of the library's error that are passed on."""
 
@@ -170,10 +176,29 @@ class _Matcher(GrammarMatcher):
             mask[:] = self._eos
             return
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if self._matcher.is_error():
-            raise InvalidRequestError(f"it is too complex: {_error(self._matcher)}", "grammar")
-        if not self._matcher.is_accepting():
+        if (problem := self._finish(mask)) is not None:
+            raise problem
+
+    @classmethod
+    def fill_batch(cls, matchers: Sequence[GrammarMatcher], masks: npt.NDArray[np.int32]) -> list[Exception | None]:
+        """See GrammarMatcher."""
+        if len(matchers) < MIN_PARALLEL or _cores() < MIN_CORES:
+            return list(super().fill_batch(matchers, masks))
+        assert masks.flags.c_contiguous
+        own = [matcher for matcher in matchers if isinstance(matcher, _Matcher)]
+        running = [(matcher._matcher, at) for at, matcher in enumerate(own) if not matcher._ended]
+        _executor().unsafe_compute_mask_ptr(running, masks.ctypes.data, masks.strides[0], len(masks))
+        return [matcher._finish(mask) for matcher, mask in zip(own, masks, strict=True)]
+
+    def _finish(self, mask: npt.NDArray[np.int32]) -> Exception | None:
+        """Correct a mask that the library has written, or write that of an ended output; what is wrong."""
+        if self._ended:
+            mask[:] = self._eos
+        elif self._matcher.is_error():
+            return InvalidRequestError(f"it is too complex: {_error(self._matcher)}", "grammar")
+        elif not self._matcher.is_accepting():
             mask &= ~self._eos  # a Lark grammar may name the token, which would end the output amid the grammar
+        return None
 
     def accept(self, token: int) -> bool:
         if self._ended or token in self._eos_tokens:
@@ -188,6 +213,19 @@ class _Matcher(GrammarMatcher):
         self._ended -= ends
         if count > ends:
             self._matcher.rollback(count - ends)
+
+
+@cache
+def _cores() -> int:
+    return Host().cores()
+
+
+@cache
+def _executor() -> LLExecutor:
+    """The library's threads that make masks, which sleep between steps."""
+    from llguidance import LLExecutor
+
+    return LLExecutor(num_threads=min(_cores(), MAX_THREADS))
 
 
 def _error(matcher: LLMatcher) -> str:

@@ -10,12 +10,12 @@ import json
 import re
 from collections.abc import Callable
 
-from engine.core.grammars import Grammar
-from engine.core.grammars.formats import (
+from engine.core.grammars import (
     Dispatch,
     Either,
     Format,
     FreeText,
+    Grammar,
     Part,
     Repeat,
     Sequence,

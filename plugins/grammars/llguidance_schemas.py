@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
-from engine.plugins.grammars.json_schema import BY_NAME, LISTS, ONE, keywords
+from engine.core.grammars import SCHEMA_KEYWORDS, SCHEMA_LIST_KEYWORDS, SCHEMA_MAP_KEYWORDS, schema_keywords
 
 OLD_KEYWORDS = frozenset({"disallow", "divisibleBy", "extends"})
 """Keywords of draft 3 of JSON Schema, which llguidance takes for comments."""
@@ -57,7 +57,7 @@ _IN_CLASS = re.compile(rf"(?P<escape>{_ESCAPE})|(?P<wrong>\\|\[|&&|--|~~)|\]|.",
 
 def exact_schema(schema: Any) -> Any:
     """The schema as llguidance enforces it in full. Raises InvalidRequestError that names a keyword."""
-    found = list(keywords(schema))
+    found = list(schema_keywords(schema))
     has_refs = any(keyword == "$ref" for keyword, _, _ in found)
     for keyword, value, where in found:
         if keyword in OLD_KEYWORDS:
@@ -97,12 +97,12 @@ def _exact(schema: Any) -> Any:
     _check_count(schema)
     made: dict[str, Any] = {}
     for name, value in schema.items():
-        if name in BY_NAME and isinstance(value, Mapping):
+        if name in SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
             as_pattern = ecma_pattern if name == "patternProperties" else str
             made[name] = {as_pattern(key): _exact(one) for key, one in value.items()}
-        elif name in LISTS and isinstance(value, list):
+        elif name in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
             made[name] = [_exact(one) for one in value]
-        elif name in ONE:
+        elif name in SCHEMA_KEYWORDS:
             made[name] = _exact(value)
         elif name == "pattern" and isinstance(value, str):
             made[name] = ecma_pattern(value)

@@ -6,8 +6,19 @@ import json
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
-from engine.core.grammars import Grammar, schema_of
-from engine.core.grammars.formats import Dispatch, Either, Format, FreeText, Part, Repeat, Sequence, Text, Token
+from engine.core.grammars import (
+    Dispatch,
+    Either,
+    Format,
+    FreeText,
+    Grammar,
+    Part,
+    Repeat,
+    Sequence,
+    Text,
+    Token,
+    schema_of,
+)
 from engine.plugins.grammars.xgrammar_schemas import check_pattern, closed_schema
 
 _MARK = "\ufdd0"

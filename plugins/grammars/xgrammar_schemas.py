@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
-from engine.plugins.grammars.json_schema import keywords
+from engine.core.grammars import schema_keywords
 from engine.plugins.grammars.xgrammar_limits import check_counts, check_expression
 
 ANNOTATIONS = frozenset(
@@ -49,7 +49,7 @@ def closed_schema(schema: Any) -> Any:
 
     Raises InvalidRequestError that names the keyword for what XGrammar would not enforce.
     """
-    found = list(keywords(schema))
+    found = list(schema_keywords(schema))
     names = {f"#/{name}/{key}" for name in DEFINITIONS if isinstance(schema, Mapping) for key in schema.get(name) or ()}
     refs = [value for keyword, value, _ in found if keyword == "$ref"]
     for ref in refs:

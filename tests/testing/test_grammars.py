@@ -160,6 +160,16 @@ class DraftGoesOn(Matcher):
         return super().fill_masks(masks, draft) and len(draft) + 1
 
 
+class BatchesLate(Matcher):
+    """Writes the masks of a batch one row further on."""
+
+    @classmethod
+    def fill_batch(cls, matchers: Sequence[GrammarMatcher], masks: npt.NDArray[np.int32]) -> Any:
+        problems = super().fill_batch(matchers, masks)
+        masks[:] = np.roll(masks, 1, axis=0)
+        return problems
+
+
 def with_matcher(matcher: type[Matcher]) -> type[Backend]:
     return type("Faulty", (Backend,), {"matcher": matcher})
 
@@ -238,6 +248,7 @@ def broken(backend: type[Backend], test: str, *arguments: Any) -> None:
         (OneBack, "test_rollback", (0,)),
         (DraftChanges, "test_drafts", ()),
         (DraftGoesOn, "test_drafts", ()),
+        (BatchesLate, "test_batches", ()),
     ],
 )
 def test_the_suite_fails_a_faulty_matcher(matcher: type[Matcher], test: str, arguments: tuple[int, ...]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars import Grammar, GrammarMatcher
+from engine.plugins.grammars import llguidance
 from engine.plugins.grammars.llguidance import LLGuidance
 from engine.plugins.grammars.options import JsonOptions
 from engine.testing.grammar_cases import WORDS, vocabulary
@@ -99,3 +102,29 @@ def test_choices_of_any_characters() -> None:
 def test_options_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="max_whitespace is -1; give a number from 0 to 1000"):
         JsonOptions(max_whitespace=-1)
+
+
+@pytest.fixture
+def parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the masks of any batch with several threads."""
+    monkeypatch.setattr(llguidance, "MIN_PARALLEL", 2)
+    monkeypatch.setattr(llguidance, "MIN_CORES", 1)
+
+
+@pytest.mark.usefixtures("parallel")
+def test_masks_that_several_threads_make_are_the_same() -> None:
+    TestLLGuidance().test_batches()
+
+
+@pytest.mark.usefixtures("parallel")
+def test_a_matcher_that_fails_in_a_batch_leaves_the_others_their_masks() -> None:
+    many, one = backend().compile(properties(900)), backend().compile(Grammar.choice(["a"]))
+    matchers = [one.matcher() for _ in range(9)]
+    failing = many.matcher()
+    with suppress(InvalidRequestError):
+        follow(failing, b'{"p1":')
+    masks = np.zeros((10, WORDS), np.int32)
+    problems = type(failing).fill_batch([*matchers, failing], masks)
+    assert [problem is None for problem in problems] == [True] * 9 + [False]
+    assert all(np.array_equal(mask, masks[0]) for mask in masks[:9])
+    assert masks[0].any()

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from engine.core.config.tree import ServerConfig
+from engine.core.plugin_host import load_plugins
 from engine.server.http.app import make_app
 from engine.server.http.page import FOLDER, INDEX, MEDIA_TYPES
 
@@ -22,17 +23,18 @@ HTML = (FOLDER / INDEX).read_text()
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
-class Anything(SimpleNamespace):
+class _Service(SimpleNamespace):
     """Stands for a service of which routes only keep the parts."""
 
     def __getattr__(self, name: str) -> Any:
-        return Anything()
+        return _Service()
 
 
 def respond(method: str, path: str, *, keys: tuple[str, ...] = (), page: bool = True, **headers: str) -> httpx.Response:
     """The response of an application without an engine."""
     limits = ServerConfig(openapi=False, page=page)
-    app = make_app(Anything(limits=limits, draining=False), keys, None)
+    service: Any = _Service(limits=limits, draining=False, error_bodies={})
+    app = make_app(service, keys, None, load_plugins())
 
     async def with_state(scope: Any, receive: Any, send: Any) -> None:
         await app(scope | {"state": {}}, receive, send)

@@ -386,9 +386,6 @@ def test_what_would_change_the_answer_is_refused_by_name(
     [
         {"reasoning": {"effort": "low", "summary": "auto"}, "truncation": "disabled", "service_tier": "auto"},
         {"tools": TOOLS, "tool_choice": "none", "text": {"format": {"type": "text"}, "verbosity": "medium"}},
-        {"tools": TOOLS, "text": {"format": {"type": "json_object"}}},
-        {"tools": [TOOLS[0] | {"strict": True}], "tool_choice": "required"},
-        {"tools": TOOLS, "tool_choice": {"type": "function", "name": "time"}},
         {"include": ["web_search_call.action.sources"], "prompt_cache_retention": "in_memory", "max_tool_calls": 3},
         {"user": "me", "safety_identifier": "me", "background": False, "top_logprobs": 0, "tools": []},
         {"extra_body": {"top_k": 3, "seed": -1, "stop": "", "cache_salt": "a", "priority": 1}},

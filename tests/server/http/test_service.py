@@ -64,7 +64,7 @@ def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(
     service: Service, tokenizer: CountingTokenizer
 ) -> None:
     text = "x" * (MAX_LEN * LONG_TOKEN_CHARS + 1)
-    for work in (service.encode(text), service.encode_prompts(["x", text]), service.encode_chat([user(text)], salt="")):
+    for work in (service.encode(text), service.encode_prompts(["x", text]), service.encode_chat([user(text)])):
         with pytest.raises(ApiError, match=f"context holds {MAX_LEN} tokens") as caught:
             asyncio.run(work)
         assert caught.value.code == "context_length_exceeded"
@@ -73,9 +73,9 @@ def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(
 
 def test_a_chat_of_more_messages_than_the_context_has_tokens_is_refused(service: Service) -> None:
     with pytest.raises(ApiError, match="the chat has 2049 messages") as caught:
-        asyncio.run(service.encode_chat([user("")] * (MAX_LEN + 1), salt=""))
+        asyncio.run(service.encode_chat([user("")] * (MAX_LEN + 1)))
     assert caught.value.param == "messages"
-    assert asyncio.run(service.encode_chat([user("x")] * MAX_LEN, salt="")).tokens == (0,) * MAX_LEN
+    assert asyncio.run(service.encode_chat([user("x")] * MAX_LEN)).tokens == (0,) * MAX_LEN
 
 
 def test_streams_get_their_turns_while_prompts_are_tokenized(service: Service) -> None:

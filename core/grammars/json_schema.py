@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-ONE = frozenset(
+SCHEMA_KEYWORDS = frozenset(
     {"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"}
     | {"propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"}
 )
 """Keywords whose value is a schema."""
-LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
+SCHEMA_LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
 """Keywords whose value may be a list of schemas."""
-BY_NAME = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+SCHEMA_MAP_KEYWORDS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
 """Keywords whose value maps names to schemas."""
 
 
-def keywords(schema: Any) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+def schema_keywords(schema: Any) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     """Every keyword of a schema and of the schemas in it: (keyword, its value, the schema that it stands in)."""
     waiting = [schema]
     while waiting:
@@ -25,9 +25,9 @@ def keywords(schema: Any) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
             continue
         for name, value in one.items():
             yield name, value, one
-            if name in BY_NAME and isinstance(value, Mapping):
+            if name in SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
                 waiting += value.values()
-            elif name in LISTS and isinstance(value, list):
+            elif name in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
                 waiting += value
-            elif name in ONE:
+            elif name in SCHEMA_KEYWORDS:
                 waiting.append(value)
