@@ -52,7 +52,7 @@ browser-test: $(call installed,test) $(BROWSER_PACKAGES)/.installed ## the page 
 # Each environment has what the others' versions exclude; Node.js has to be there, 20 or newer.
 CLIENTS := build/clients
 CLIENT_TESTS = ENGINE_PYTHON=$(abspath $(BIN)/python) CLIENTS_NODE=$(abspath $(CLIENTS)/node) \
-	$(CLIENTS)/$(1)/bin/python -m pytest --outcomes $(CLIENTS)/outcomes.json $(ARGS)
+	$(CLIENTS)/$(1)/bin/python -m pytest -c tests/clients/pytest.ini --outcomes=$(CLIENTS)/outcomes.json $(ARGS)
 
 clients: $(call installed,server) $(foreach name,main instructor litellm node,$(CLIENTS)/$(name)/.installed) ## run other projects' clients, write docs/clients.md (needs the network to install)
 	rm -f $(CLIENTS)/outcomes.json
