@@ -40,10 +40,15 @@ class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`reasoning`."""
 
     effort: str | None = None
-    summary: Literal["auto"] | None = None
-    """auto gives no summary: the reasoning itself is in the response."""
-    generate_summary: Literal["auto"] | None = None
+    summary: Literal["auto", "detailed"] | None = None
+    """Either way all of the reasoning comes as the summary."""
+    generate_summary: Literal["auto", "detailed"] | None = None
     """An older name of summary."""
+
+    @property
+    def summarized(self) -> str | None:
+        """What summary was asked for, under either name."""
+        return self.summary or self.generate_summary
 
 
 class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -65,6 +65,7 @@ def register(routes: Routes) -> None:
             token_bytes=routes.token_bytes,
             top_logprobs=conversation.logprobs,
             with_encrypted="reasoning.encrypted_content" in include,
+            with_summary=body.reasoning is not None and body.reasoning.summarized is not None,
         )
         headers = {SKIPPED_TOOLS: ", ".join(map(_header, dict.fromkeys(tools.skipped)))} if tools.skipped else None
         return await routes.respond(
@@ -143,7 +144,7 @@ def _fields(routes: Routes, body: ResponsesBody, tools: Tools) -> dict[str, Any]
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {
             "effort": reasoning.effort if reasoning is not None else None,
-            "summary": None,
+            "summary": reasoning.summarized if reasoning is not None else None,
         },
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -61,8 +61,12 @@ class Item(ABC):
 class TextItem(Item):
     """An item with one part of text: a message or reasoning."""
 
-    part_event: str
+    text_events: str
     """Beginning of the types of the part's text events."""
+    part_events = "content_part"
+    """Beginning of the types of the part's own events."""
+    position: Mapping[str, int] = {"content_index": 0}
+    """Where the part is in the item, as its events say it."""
     with_logprobs = False
 
     def __init__(self, prefix: str, index: int, emit: Emit) -> None:
@@ -84,19 +88,19 @@ class TextItem(Item):
     def begin(self) -> None:
         super().begin()
         self._has_part = True
-        self._emit("content_part.added", content_index=0, part=self._part())
+        self._emit(f"{self.part_events}.added", **self.position, part=self._part())
 
     def add(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> None:
         self._texts.append(text)
         if logprobs:
             self._logprobs.append(msgspec.json.encode(logprobs)[1:-1])
         more = {"logprobs": logprobs} if self.with_logprobs else {}
-        self._emit(f"{self.part_event}.delta", content_index=0, delta=text, **more)
+        self._emit(f"{self.text_events}.delta", **self.position, delta=text, **more)
 
     def end(self, status: str) -> None:
         more = {"logprobs": self._all_logprobs()} if self.with_logprobs else {}
-        self._emit(f"{self.part_event}.done", content_index=0, text=self.text, **more)
-        self._emit("content_part.done", content_index=0, part=self._part())
+        self._emit(f"{self.text_events}.done", **self.position, text=self.text, **more)
+        self._emit(f"{self.part_events}.done", **self.position, part=self._part())
         super().end(status)
 
     def _all_logprobs(self) -> msgspec.Raw:
@@ -106,7 +110,7 @@ class TextItem(Item):
 class Message(TextItem):
     """Content."""
 
-    part_event = "output_text"
+    text_events = "output_text"
     with_logprobs = True
 
     def __init__(self, index: int, emit: Emit) -> None:
@@ -133,7 +137,7 @@ class Message(TextItem):
 class ReasoningItem(TextItem):
     """Reasoning."""
 
-    part_event = "reasoning_text"
+    text_events = "reasoning_text"
 
     def __init__(self, index: int, emit: Emit, *, with_encrypted: bool) -> None:
         super().__init__("rs", index, emit)
@@ -143,11 +147,29 @@ class ReasoningItem(TextItem):
         return {"type": "reasoning_text", "text": self.text}
 
     def body(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"id": self.id, "type": "reasoning", "summary": [], "status": self.status}
-        found["content"] = [self._part()] if self._has_part else []
+        parts = [self._part()] if self._has_part else []
+        found: dict[str, Any] = {"id": self.id, "type": "reasoning", "status": self.status, **self._lists(parts)}
         if self._with_encrypted:
             found["encrypted_content"] = encrypted(self.text) if self.status != IN_PROGRESS else None
         return found
+
+    def _lists(self, parts: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+        """The lists of parts that the item has."""
+        return {"summary": [], "content": parts}
+
+
+class SummaryItem(ReasoningItem):
+    """Reasoning that is sent as its own summary, for clients that show nothing else."""
+
+    text_events = "reasoning_summary_text"
+    part_events = "reasoning_summary_part"
+    position: Mapping[str, int] = {"summary_index": 0}
+
+    def _part(self) -> dict[str, Any]:
+        return {"type": "summary_text", "text": self.text}
+
+    def _lists(self, parts: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+        return {"summary": parts}
 
 
 class FunctionCall(Item):
@@ -223,10 +245,11 @@ class Output:
         offered: Callable[[str], OfferedTool],
         *,
         with_encrypted: bool,
+        with_summary: bool,
     ) -> None:
         """emit: is called with each event of the stream. offered: the tool of a function's name.
 
-        with_encrypted: whether reasoning has encrypted_content.
+        with_encrypted: whether reasoning has encrypted_content. with_summary: whether it comes as a summary.
         """
         self.items: list[Item] = []
         self.errors: list[str] = []
@@ -235,6 +258,7 @@ class Output:
         self._new_call_id = new_call_id
         self._offered = offered
         self._with_encrypted = with_encrypted
+        self._reasoning_item = SummaryItem if with_summary else ReasoningItem
         self._open: Item | None = None
 
     def add(self, event: Event, logprobs: Sequence[dict[str, Any]] = ()) -> None:
@@ -246,7 +270,7 @@ class Output:
                 self._add(event.text, logprobs)
             case Reasoning():
                 if not isinstance(self._open, ReasoningItem):
-                    self._begin(ReasoningItem(len(self.items), self._emit, with_encrypted=self._with_encrypted))
+                    self._begin(self._reasoning_item(len(self.items), self._emit, with_encrypted=self._with_encrypted))
                 self._add(event.text)
             case CallBegin():
                 tool = self._offered(event.name)

@@ -37,6 +37,8 @@ class Answer:
     """Number of most likely tokens to report; None: no log probabilities."""
     with_encrypted: bool = False
     """Whether reasoning has encrypted_content."""
+    with_summary: bool = False
+    """Whether reasoning comes as a summary."""
 
 
 class ResponseWriter(AnswerWriter):
@@ -62,6 +64,7 @@ class ResponseWriter(AnswerWriter):
             answer.new_call_id,
             lambda name: answer.offered.get(name, OfferedTool(name)),
             with_encrypted=answer.with_encrypted,
+            with_summary=answer.with_summary,
         )
 
     def add(self, delta: Delta) -> Iterator[None]:

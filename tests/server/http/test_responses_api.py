@@ -189,6 +189,24 @@ def test_reasoning_is_an_item_and_goes_back(client: openai.OpenAI) -> None:
     assert lengths == [len(f"<assistant>sunny{said}<user>say x<assistant>")] * 2
 
 
+@pytest.mark.parametrize("summary", ["auto", "detailed"])
+def test_reasoning_is_its_own_summary_where_one_is_asked_for(client: openai.OpenAI, summary: Any) -> None:
+    asked: Any = {"summary": summary}
+    for response in (respond(client, THOUGHT, reasoning=asked), streamed(client, THOUGHT, reasoning=asked)[0]):
+        reasoning = response.output[0]
+        assert ([part.text for part in reasoning.summary], reasoning.content) == (["hm"], None)
+        assert response.reasoning.summary == summary
+    events = [event for event in streamed(client, THOUGHT, reasoning=asked)[1] if "reasoning" in event.type]
+    assert [event.type.removeprefix("response.reasoning_summary_") for event in events] == [
+        "part.added",
+        *["text.delta"] * (len(events) - 3),
+        "text.done",
+        "part.done",
+    ]
+    assert {event.summary_index for event in events} == {0}
+    assert "".join(event.delta for event in events[1:-2]) == events[-2].text == events[-1].part.text == "hm"
+
+
 def test_a_conversation_with_tools_goes_back_and_forth(client: openai.OpenAI) -> None:
     items: Any = [{"role": "user", "content": f"say {THOUGHT}"}]
     response = client.responses.create(model=MODEL, input=items, tools=[*TOOLS, PATCH])
@@ -342,7 +360,7 @@ def test_a_body_as_codex_sends_it(client: openai.OpenAI) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be"),
         ({"max_output_tokens": 9999}, "max_output_tokens", "context holds 4096"),
         ({"temperature": -1}, "temperature", "temperature"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "detailed"),
+        ({"reasoning": {"summary": "concise"}}, "reasoning.summary", "concise"),
         ({"service_tier": "flex"}, "service_tier", "flex"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "low"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "is missing"),
