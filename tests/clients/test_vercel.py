@@ -65,17 +65,12 @@ def test_loop_of_tools(run: Run, scripted: Server, script: Scripts, provider: st
         "compatible",
         "messages",
         pytest.param("chat", marks=pytest.mark.xfail(reason="the chat of @ai-sdk/openai reads no reasoning")),
-        pytest.param(
-            "responses",
-            marks=pytest.mark.xfail(
-                reason="@ai-sdk/openai reads summaries of reasoning only, and the server writes none"
-            ),
-        ),
+        "responses",
     ],
 )
 @pytest.mark.shows("reasoning")
 def test_reasoning(run: Run, scripted: Server, script: Scripts, provider: str) -> None:
-    (made,) = run(f"{provider}.tools", scripted, script(thought("Let me see.") + "Yes."))
+    (made,) = run(f"{provider}.reasoning", scripted, script(thought("Let me see.") + "Yes."))
     assert (made["reasoningText"], made["text"]) == ("Let me see.", "Yes.")
 
 

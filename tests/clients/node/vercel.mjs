@@ -19,6 +19,8 @@ const tools = {
   local_time: tool({ inputSchema: City, execute: async ({ city }) => `noon in ${city}` }),
 };
 const providerOptions = { openai: { store: false } };
+// The provider asks for the reasoning of a model whose name it does not know only if it is told that there is some.
+const shown = { openai: { store: false, forceReasoning: true, reasoningSummary: "auto" } };
 const oneCall = { openai: { store: false, parallelToolCalls: false }, anthropic: { disableParallelToolUse: true } };
 const forced = {
   providerOptions: oneCall,
@@ -44,6 +46,8 @@ for (const [name, provider] of Object.entries(providers)) {
   };
   functions[`${name}.tools`] = async () =>
     steps((await generateText({ ...asked, model: provider, tools, stopWhen: stepCountIs(5) })).steps);
+  functions[`${name}.reasoning`] = async () =>
+    steps((await generateText({ ...asked, model: provider, providerOptions: shown })).steps);
   functions[`${name}.streamTools`] = async () => {
     const made = streamText({ ...asked, model: provider, tools, stopWhen: stepCountIs(5) });
     await made.consumeStream();
