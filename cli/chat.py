@@ -12,10 +12,11 @@ import attrs
 import typer
 
 from engine.cli.chat_client import CONTENT, REASONING, VISIBLE, ChatClient, Piece
+from engine.cli.errors import ServerError
 from engine.cli.opening import open_engine
 from engine.cli.options import DEMO_MODEL, KEY_VARIABLE, MODEL, OFFLINE, configured, sampled
 from engine.core.config import Resolved
-from engine.core.errors import ConfigError, EngineError, InvalidRequestError, ServerError
+from engine.core.errors import ConfigError, EngineError, InvalidRequestError
 
 if TYPE_CHECKING:
     from engine.core.engine import Engine

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from engine.core.errors import InvalidRequestError, ServerError
+from engine.cli.errors import ServerError
+from engine.core.errors import InvalidRequestError
 
 TIMEOUT = 600.0
 """Seconds without a byte from the server after which a request fails."""

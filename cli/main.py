@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from engine.core.errors import EngineError, ExecutorError, ServerError
+from engine.cli.errors import ServerError
+from engine.core.errors import EngineError, ExecutorError
 
 if TYPE_CHECKING:
     from engine.core.plugin_host import Plugins

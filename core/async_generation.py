@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from attrs import define, field
 
 from engine.core.errors import EngineError, InvalidRequestError
-from engine.core.generation import add_request, advance, make_request, request_error
+from engine.core.generation import abort_all, add_request, advance, make_request, request_error
 from engine.core.text.detokenizer import Detokenizer, TextDelta
 from engine.core.types import Output, Request, SamplingParams
 
@@ -53,6 +54,11 @@ class AsyncGenerator:
         finally:
             pump.closed.append(stream.request.id)
 
+    def end_abandoned(self) -> None:
+        """End the streams of an event loop that has ended."""
+        if self._pump is not None and not self._pump.loop.is_running():
+            self._pump.end()
+
     def _running_pump(self) -> _Pump:
         """The pump of this event loop. Raises InvalidRequestError if another loop has streams."""
         loop = asyncio.get_running_loop()
@@ -89,12 +95,14 @@ class _Pump:
         self._task = loop.create_task(self._run())
 
     def end(self, error: BaseException | None = None) -> None:
-        """Abort all requests and, with an error, raise it in their streams."""
+        """Abort all requests and, with an error, raise it in their streams. Then the engine is idle, or has failed."""
         with self._engine_in_use:
             if self.ended:
                 return
             self.ended = True
             self._abort(list(self._streams)) if error is None else self._fail(error)
+            with suppress(EngineError):  # the engine's own, which its next use raises
+                abort_all(self._engine, ())
 
     async def _run(self) -> None:
         """Run steps until the engine has no work. Any error ends all streams."""

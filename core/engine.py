@@ -337,6 +337,7 @@ class Engine:
         arguments.check_whole("n", n, 1)
         arguments.check_whole("priority", priority, MIN_PRIORITY)
         each = arguments.params_list(params, len(prompts), self.default_params)
+        self._end_abandoned_streams()
         return generate(
             self,
             [prompt for prompt in prompts for _ in range(n)],
@@ -347,7 +348,9 @@ class Engine:
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """Generate from one prompt and yield text as it is produced. Closing the iterator aborts the request."""
-        return stream(self, arguments.prompt_tokens(prompt, self.tokenizer), arguments.checked_params(params))
+        tokens = arguments.prompt_tokens(prompt, self.tokenizer)
+        self._end_abandoned_streams()
+        return stream(self, tokens, arguments.checked_params(params))
 
     def astream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> AsyncIterator[TextDelta]:
         """`stream` for asyncio; any number of streams may run concurrently in one event loop, batched together."""
@@ -355,6 +358,10 @@ class Engine:
             self._async = AsyncGenerator(self)
         tokens = arguments.prompt_tokens(prompt, self.tokenizer)
         return self._async.stream(tokens, arguments.checked_params(params))
+
+    def _end_abandoned_streams(self) -> None:
+        if self._async is not None:
+            self._async.end_abandoned()
 
     def stats(self) -> EngineStats:
         """Current counters and gauges."""

@@ -39,10 +39,6 @@ class InvalidRequestError(EngineError):
         self.parameter = parameter
 
 
-class ServerError(EngineError):
-    """A server that was asked over HTTP cannot be reached, or failed."""
-
-
 class ExecutorError(EngineError):
     """A step failed, or a worker has exited."""
 

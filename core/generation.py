@@ -169,7 +169,7 @@ def generate(
                     if delta.finish_reason is not None:
                         bar.finished()
         finally:
-            _abort_all(engine, collectors)
+            abort_all(engine, collectors)
     return [one.completion for one in collectors.values() if one.completion is not None]
 
 
@@ -185,10 +185,10 @@ def stream(engine: Engine, prompt: Sequence[int], params: SamplingParams | None)
                     raise error
                 yield delta
     finally:
-        _abort_all(engine, [request.id])
+        abort_all(engine, [request.id])
 
 
-def _abort_all(engine: Engine, requests: Iterable[str]) -> None:
+def abort_all(engine: Engine, requests: Iterable[str]) -> None:
     """Abort these requests, and commit the step that may still be in flight, so that the engine is idle."""
     for name in requests:
         engine.abort(name)

@@ -44,6 +44,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "server.max_body_bytes": (1, 2**40),
     "server.max_body_values": (1, 2**31),
     "server.max_salt_chars": (0, 2**20),
+    "server.token_cache_bytes": (0, 2**40),
     "server.max_n": (1, 2**20),
     "server.max_prompts": (1, 2**20),
     "server.max_logprobs": (0, 1000),

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from engine.cli.chat_client import CALL, CONTENT, REASONING, ChatClient, Piece, api_base, sse_data
-from engine.core.errors import InvalidRequestError, ServerError
+from engine.cli.errors import ServerError
+from engine.core.errors import InvalidRequestError
 from tests.cli.scripted_server import Answer, ScriptedServer, event, scripted_server
 
 

@@ -137,6 +137,24 @@ def test_an_event_loop_that_ends_early_leaves_the_engine_to_the_next(checkpoint:
         assert [len(tokens) for tokens in asyncio.run(gather(engine, 3))] == [12] * 3
 
 
+@pytest.mark.filterwarnings("ignore:coroutine method 'aclose':RuntimeWarning")
+def test_the_engine_generates_after_streams_whose_event_loop_has_ended(checkpoint: Path) -> None:
+    async def first_delta(engine: Engine) -> None:
+        async for _ in engine.astream(PROMPTS[0], GREEDY):
+            return
+
+    with build(checkpoint) as engine:
+        for _ in range(3):
+            asyncio.run(collect(engine, PROMPTS[0]))
+            assert len(engine.generate([PROMPTS[0]], GREEDY)[0].token_ids) == 12
+            asyncio.run(first_delta(engine))
+            assert len(list(engine.stream(PROMPTS[0], GREEDY))) == 12
+            loop = asyncio.new_event_loop()
+            loop.run_until_complete(first_delta(engine))
+            loop.close()
+            assert len(engine.generate([PROMPTS[0]], GREEDY)[0].token_ids) == 12
+
+
 def test_two_event_loops_cannot_share_an_engine(checkpoint: Path) -> None:
     async def outer(engine: Engine) -> None:
         stream: Any = engine.astream(PROMPTS[0], GREEDY)
