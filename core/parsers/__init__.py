@@ -26,6 +26,11 @@ if TYPE_CHECKING:
         read_arguments as read_arguments,
         read_call as read_call,
     )
+    from engine.core.parsers.chat_templates import (
+        EFFORT as EFFORT,
+        reasoning_switch as reasoning_switch,
+        template_variables as template_variables,
+    )
     from engine.core.parsers.custom_tools import CustomInput as CustomInput, custom_parameters as custom_parameters
     from engine.core.parsers.json_scanner import JsonScanner as JsonScanner
     from engine.core.parsers.output_formats import (
@@ -98,4 +103,5 @@ __getattr__, __dir__, __all__ = exports(
         "Source",
         "Steps",
     ),
+    chat_templates=("EFFORT", "reasoning_switch", "template_variables"),
 )

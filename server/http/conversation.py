@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 
+from engine.core.parsers import EFFORT, reasoning_switch, template_variables as variables_of
 from engine.core.protocols import AnswerWriter, Conversation
 from engine.core.types import SamplingParams
 from engine.server.front_end.errors import excerpt
@@ -23,11 +24,6 @@ from engine.server.http.output_rules import planned_output
 from engine.server.http.responses import SendResponse
 from engine.server.http.service import TEMPLATE_ARGUMENTS, ChatPrompt, Service
 from engine.server.http.tools import offered_tools
-
-EFFORT = "reasoning_effort"
-"""Variable of chat templates that say how much to reason."""
-ENABLE_THINKING = "enable_thinking"
-"""Variable of chat templates that turn reasoning on and off."""
 
 
 async def respond(
@@ -122,17 +118,18 @@ def template_variables(service: Service, conversation: Conversation) -> Mapping[
     if effort is None:
         return variables
     template = service.parser.templates.chat if service.parser is not None else ""
+    switch = reasoning_switch(template)
     found: dict[str, Any] = {}
-    if EFFORT in template:
+    if EFFORT in variables_of(template):
         found = {EFFORT: effort}
-    elif effort == "none" and ENABLE_THINKING in template:
-        found = {ENABLE_THINKING: False}
+    elif effort == "none" and switch is not None:
+        found = {switch: False}
     if both := found.keys() & variables.keys():
         raise invalid(f"{names.variables} has {min(both)}; give either that or {names.effort}", names.effort)
     if found:
         return variables | found
     raise invalid(
         f"this model's chat template has no place for {names.effort} {excerpt(effort)!r}; leave it out"
-        + (f", or set {ENABLE_THINKING} in {names.variables}" if ENABLE_THINKING in template else ""),
+        + (f", or set {switch} in {names.variables}" if switch is not None else ""),
         names.effort,
     )

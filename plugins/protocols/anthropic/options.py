@@ -10,6 +10,7 @@ from attrs import frozen
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars import Grammar
+from engine.core.parsers import EFFORT, reasoning_switch, template_variables
 from engine.core.protocols import (
     Conversation,
     FunctionTool,
@@ -21,8 +22,6 @@ from engine.core.protocols import (
 )
 from engine.plugins.protocols.anthropic.bodies import ClientTool, CountTokensBody, MessagesBody, Thinking, ToolChoice
 
-EFFORT, ENABLE_THINKING = "reasoning_effort", "enable_thinking"
-"""Variables of chat templates: how much to reason, and whether to reason."""
 MIN_BUDGET = 1024
 """Minimum of thinking.budget_tokens, as at Anthropic."""
 MODES = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
@@ -87,18 +86,18 @@ def requested_reasoning(body: CountTokensBody, template: str) -> Reasoning:
     """
     found = Reasoning()
     effort = body.output_config.effort if body.output_config is not None else None
-    thinking = body.thinking
+    thinking, takes_effort, switch = body.thinking, EFFORT in template_variables(template), reasoning_switch(template)
     if thinking is not None:
         _check_budget(thinking, body)
         if thinking.budget_tokens is not None:
             found.without_effect.append("thinking.budget_tokens")
-        if ENABLE_THINKING in template:
-            found.variables[ENABLE_THINKING] = thinking.type != "disabled"
-        elif thinking.type == "disabled" and EFFORT in template:
+        if switch is not None:
+            found.variables[switch] = thinking.type != "disabled"
+        elif thinking.type == "disabled" and takes_effort:
             return attrs.evolve(found, effort="none")
-        elif thinking.type != "adaptive" and EFFORT not in template:
+        elif thinking.type != "adaptive" and not takes_effort:
             found.without_effect.append("thinking")
-    if effort is not None and EFFORT not in template:
+    if effort is not None and not takes_effort:
         found.without_effect.append("output_config.effort")
         effort = None
     return attrs.evolve(found, effort=effort)

@@ -26,14 +26,16 @@ def test_the_effort_is_a_variable_of_templates_that_have_it() -> None:
     assert variables("", chat_template_kwargs={"a": 1}) == {"a": 1}
 
 
-def test_no_effort_turns_thinking_off() -> None:
-    assert variables("{{ enable_thinking }}", reasoning_effort="none") == {"enable_thinking": False}
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
+def test_no_effort_turns_thinking_off(switch: str) -> None:
+    assert variables("{{ " + switch + " }}", reasoning_effort="none") == {switch: False}
 
 
 @pytest.mark.parametrize(
     ("chat", "given"),
     [
         ("", {"reasoning_effort": "none"}),
+        ("{{ messages[0].thinking }}", {"reasoning_effort": "none"}),
         ("{{ enable_thinking }}", {"reasoning_effort": "low"}),
         ("{{ enable_thinking }}", {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}),
         ("{{ reasoning_effort }}", {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}),

@@ -9,7 +9,8 @@ from engine.core.protocols import ApiError, Conversation, ToolChoice
 from engine.plugins.protocols.anthropic.bodies import CountTokensBody, MessagesBody
 from engine.plugins.protocols.anthropic.options import conversation_of
 
-QWEN, GPT_OSS, LLAMA = "{% if enable_thinking %}", "{{ reasoning_effort }}", "{{ messages }}"
+GRANITE = "{% if thinking %}{% endif %}"
+QWEN, GPT_OSS, LLAMA = "{% if enable_thinking %}{% endif %}", "{{ reasoning_effort }}", "{{ messages }}"
 TOOL = {"name": "weather", "input_schema": {"type": "object"}}
 BUDGET = {"type": "enabled", "budget_tokens": 1024}
 
@@ -25,6 +26,7 @@ def asked(template: str = LLAMA, **given: Any) -> tuple[Conversation, list[str]]
         (QWEN, None, {}, None, []),
         (QWEN, {"type": "adaptive"}, {"enable_thinking": True}, None, []),
         (QWEN, {"type": "disabled"}, {"enable_thinking": False}, None, []),
+        (GRANITE, {"type": "adaptive"}, {"thinking": True}, None, []),
         (QWEN, BUDGET, {"enable_thinking": True}, None, ["thinking.budget_tokens"]),
         (GPT_OSS, {"type": "adaptive", "display": "omitted"}, {}, None, []),
         (GPT_OSS, {"type": "disabled"}, {}, "none", []),

@@ -1,0 +1,33 @@
+"""The variables by which a chat template lets a request say whether and how much to reason."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+EFFORT = "reasoning_effort"
+"""Variable of chat templates that says how much to reason."""
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables that turn reasoning on and off: of Qwen, GLM and most others; of DeepSeek V3.1 and Granite."""
+
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+"""Tags of transformers' own, which mark the assistant's text for training."""
+
+
+@lru_cache(maxsize=8)
+def template_variables(template: str) -> frozenset[str]:
+    """The variables that a chat template reads and does not only set; none of a text that is no template."""
+    import jinja2
+    import jinja2.meta
+
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        parsed = environment.parse(_GENERATION.sub("", template))
+    except jinja2.TemplateSyntaxError:
+        return frozenset()
+    return frozenset(jinja2.meta.find_undeclared_variables(parsed))
+
+
+def reasoning_switch(template: str) -> str | None:
+    """The variable that turns reasoning on and off; None: the template has none."""
+    return next((name for name in SWITCHES if name in template_variables(template)), None)
