@@ -245,12 +245,12 @@ class Engine:
         if self._failure:
             raise self._unusable()
         check_request(request)
-        prompt = np.frombuffer(request.prompt.pack(), np.int32)
-        for token in (prompt.min(initial=0), prompt.max(initial=0)):
-            if not 0 <= token < self.vocab_size:
-                raise InvalidRequestError(
-                    f"the prompt holds token {token}, but the model's vocabulary has {self.vocab_size}", "prompt"
-                )
+        prompt = np.frombuffer(request.prompt.pack(), np.uint32)  # unsigned, so that a negative id is too large as well
+        if prompt.max(initial=0) >= self.vocab_size:
+            token = request.prompt[int(prompt.argmax())]
+            raise InvalidRequestError(
+                f"the prompt holds token {token}, but the model's vocabulary has {self.vocab_size}", "prompt"
+            )
         for name, tokens in (
             ("logit_bias", (token for token, _ in request.params.logit_bias)),
             ("stop_token_ids", iter(request.params.stop_token_ids)),

@@ -5,18 +5,22 @@ A list of 100,000 ints takes milliseconds to make, to check and to send; as byte
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
 
-_TYPE = "i"
+TOKEN_TYPE = "i"
 """Typecode of the arrays: int32, in the machine's byte order."""
-TOKEN_BYTES = array(_TYPE).itemsize
+TOKEN_BYTES = array(TOKEN_TYPE).itemsize
 
 
 def packed(ids: Sequence[int]) -> bytes:
     """Token ids as the bytes of `Tokens.pack`. Raises TypeError or OverflowError for what is no int32."""
-    return array(_TYPE, ids).tobytes()
+    try:
+        return struct.Struct(f"{len(ids)}{TOKEN_TYPE}").pack(*ids)  # takes half the time of an array
+    except struct.error:
+        return array(TOKEN_TYPE, ids).tobytes()  # which says what is wrong
 
 
 class Tokens(Sequence[int]):
@@ -26,7 +30,11 @@ class Tokens(Sequence[int]):
 
     def __init__(self, ids: Iterable[int] = ()) -> None:
         """Raises TypeError or OverflowError for what is no int32."""
-        self._ids: array[int] = ids._ids if isinstance(ids, Tokens) else array(_TYPE, ids)
+        self._ids: array[int]
+        if type(ids) is Tokens:
+            self._ids = ids._ids
+        else:
+            self._ids = array(TOKEN_TYPE, packed(ids) if isinstance(ids, (list, tuple)) else ids)
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Tokens:

@@ -8,7 +8,7 @@ created, encoded and decoded in a fraction of the time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from reprlib import repr as shortened
 from typing import Any, Final, Literal
 
@@ -136,6 +136,11 @@ def _prompt(value: Any) -> Any:
         raise InvalidRequestError(f"the prompt holds {wrong}, which is no token id", "prompt") from None
 
 
+def _tokens(value: Sequence[int]) -> Tokens:
+    """An attrs converter: packs other sequences of token ids."""
+    return value if isinstance(value, Tokens) else Tokens(value)
+
+
 def _top_k(value: Any) -> Any:
     """An attrs converter: -1 is the name of "all" in other engines."""
     return 0 if isinstance(value, int) and value == -1 else value
@@ -248,7 +253,7 @@ class NewSequence:
     """A sequence new to the runner. A request is a new sequence at each admission, also after a preemption."""
 
     sequence: int
-    tokens: Tokens = field(converter=Tokens)
+    tokens: Tokens = field(converter=_tokens)
     """The prompt, followed by the output so far if the request was preempted."""
     prompt_len: int
     params: SamplingParams

@@ -11,30 +11,35 @@ from engine.core.tokens import Tokens, packed
 class GrowingTokens(Sequence[int]):
     """Tokens that never change, followed by those in the list `tail`, which grows. Slices are Tokens."""
 
-    __slots__ = ("head", "tail")
+    __slots__ = ("head", "head_len", "tail")
 
     def __init__(self, head: Tokens) -> None:
         self.head = head
+        self.head_len = len(head)
         self.tail: list[int] = []
 
     def packed(self, start: int, stop: int) -> bytes:
         """The bytes of the tokens from `start` to `stop`, which must not be negative."""
-        size = len(self.head)
+        size = self.head_len
         if start >= size:
             return packed(self.tail[start - size : stop - size])
         if stop <= size:
             return self.head.packed(start, stop)
         return self.head.packed(start, size) + packed(self.tail[: stop - size])
 
+    def known(self) -> Tokens:
+        """The tokens so far."""
+        return Tokens.join((self.head, self.tail)) if self.tail else self.head
+
     def __len__(self) -> int:
-        return len(self.head) + len(self.tail)
+        return self.head_len + len(self.tail)
 
     @overload
     def __getitem__(self, index: int) -> int: ...
     @overload
     def __getitem__(self, index: slice) -> Tokens: ...
     def __getitem__(self, index: int | slice) -> int | Tokens:
-        size = len(self.head)
+        size = self.head_len
         if isinstance(index, int):
             index = range(len(self))[index]
             return self.head[index] if index < size else self.tail[index - size]

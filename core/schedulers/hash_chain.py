@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
+from struct import Struct
 
 from engine.core.schedulers.growing_tokens import GrowingTokens
-from engine.core.tokens import TOKEN_BYTES, Tokens, packed
+from engine.core.tokens import TOKEN_BYTES, TOKEN_TYPE, Tokens, packed
 
 DIGEST_BYTES = 16
 PAGE = 64
@@ -54,11 +55,12 @@ class HashChain:
     of the block's tokens and the digest before it.
     """
 
-    __slots__ = ("_block_size", "_cache", "_digests", "_last")
+    __slots__ = ("_block_size", "_cache", "_digests", "_last", "_pack")
 
     def __init__(self, block_size: int, salt: str = "", cache: DigestCache | None = None) -> None:
         """cache: digests that other sequences have computed; of the same block size."""
         self._block_size = block_size
+        self._pack = _packer(block_size).pack
         self._cache = cache
         # Of a fixed length, so that no salt equals another plus some tokens.
         self._last = blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
@@ -70,9 +72,18 @@ class HashChain:
 
     def digest(self, tokens: Sequence[int], block: int) -> bytes:
         """Digest of the full block at index `block` of `tokens`."""
-        if len(self._digests) <= block:
-            self._extend(tokens, block + 1)
-        return self._digests[block]
+        digests = self._digests
+        if len(digests) <= block:
+            start = block * self._block_size
+            if len(digests) == block and isinstance(tokens, GrowingTokens) and start >= tokens.head_len:
+                # A block of output, once in `block_size` tokens: short cuts from the list to the digest.
+                start -= tokens.head_len
+                data = self._pack(self._last, *tokens.tail[start : start + self._block_size])
+                self._last = blake2b(data, digest_size=DIGEST_BYTES).digest()
+                digests.append(self._last)
+            else:
+                self._extend(tokens, block + 1)
+        return digests[block]
 
     def first(self, tokens: Sequence[int], count: int) -> list[bytes]:
         """Digests of the first `count` blocks of `tokens`, all of them full."""
@@ -85,11 +96,6 @@ class HashChain:
         digests, size = self._digests, self._block_size
         pack = tokens.packed if isinstance(tokens, _PACKED) else partial(_packed, tokens)
         begin = len(digests)
-        if count - begin == 1:  # as of a sequence that decodes
-            data = self._last + pack(begin * size, count * size)
-            self._last = blake2b(data, digest_size=DIGEST_BYTES).digest()
-            digests.append(self._last)
-            return
         while begin < count:
             end = min(count, (begin // PAGE + 1) * PAGE)
             data = pack(begin * size, end * size)
@@ -99,6 +105,12 @@ class HashChain:
                 digests += _digests(self._last, data, size * TOKEN_BYTES)
             self._last = digests[-1]
             begin = end
+
+
+@lru_cache
+def _packer(block_size: int) -> Struct:
+    """Packs a digest and the tokens of the block behind it."""
+    return Struct(f"{DIGEST_BYTES}s{block_size}{TOKEN_TYPE}")
 
 
 def _digests(before: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:

@@ -79,7 +79,7 @@ class Queues:
         self.running[number] = self.prefilling[number] = state
         self._running_views = None
         self._new[number] = NewSequence(
-            sequence=number, tokens=state.tokens[:], prompt_len=state.prompt_len, params=state.params
+            sequence=number, tokens=state.tokens.known(), prompt_len=state.prompt_len, params=state.params
         )
 
     def move_to_prefill_end(self, states: Iterable[RequestState]) -> None:

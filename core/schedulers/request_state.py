@@ -222,8 +222,10 @@ class RequestState:
 
     def _until_stop(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """The tokens up to the one that finishes the request, and the finish reason; None if it goes on."""
-        for index, token in enumerate(tokens, 1):
-            count = self.output_len + index
+        known = len(self.output)
+        if known + len(tokens) < self.max_output and self.stop_tokens.isdisjoint(tokens):
+            return tokens, None
+        for count, (index, token) in enumerate(enumerate(tokens, 1), known + 1):
             if token == NO_TOKEN:
                 return tokens[: index - 1], FINISH_ERROR
             if token in self.stop_tokens and (count >= self.params.min_tokens or self.params.grammar is not None):

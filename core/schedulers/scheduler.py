@@ -176,11 +176,11 @@ class Scheduler:
         planned = self._pop_in_flight(step, result)
         outputs: list[Output] = []
         columns = zip(zip(*result.tokens, strict=True), _logprob_columns(result), strict=False)
-        checked = 0
+        checked, iterations = 0, step.iterations
         # This loop runs for every token: whatever can be done elsewhere is done elsewhere.
         for state, (tokens, logprobs) in zip(planned.decodes, columns, strict=False):
             known = state.output
-            if len(known) + step.iterations < state.next_check_len and state.stop_tokens.isdisjoint(tokens):
+            if len(known) + iterations < state.next_check_len and state.stop_tokens.isdisjoint(tokens):
                 known += tokens
                 outputs.append(
                     Output(request=state.id, tokens=tokens, logprobs=logprobs, cached_tokens=state.cached_tokens)
@@ -188,7 +188,7 @@ class Scheduler:
             elif not state.finished:
                 checked += 1
                 outputs.append(self._append(state, tokens, logprobs, now))
-        self._generation_tokens += (len(outputs) - checked) * step.iterations
+        self._generation_tokens += (len(outputs) - checked) * iterations
         if step.chunks:
             self._commit_chunks(planned, columns, dict(result.prompt_logprobs), now, outputs)
         return outputs
@@ -280,7 +280,7 @@ class Scheduler:
         if output.finish_reason == FINISH_ERROR:
             self._blocks.unregister(state.tokens, state.chain)
         elif state.sequence:  # the last token is not computed yet
-            self._blocks.register(state.sequence, state.tokens, state.chain, state.prompt_len + state.output_len - 1)
+            self._blocks.register(state.sequence, state.tokens, state.chain, state.prompt_len + len(state.output) - 1)
         if output.finish_reason is not None:
             self._queues.retire(state)
         return output

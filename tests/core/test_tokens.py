@@ -17,6 +17,7 @@ def test_tokens_are_a_sequence(given_ids: list[int], part: slice) -> None:
     tokens = Tokens(given_ids)
     assert (list(tokens), len(tokens), list(reversed(tokens))) == (given_ids, len(given_ids), given_ids[::-1])
     assert [tokens[index] for index in range(-len(tokens), len(tokens))] == given_ids * 2
+    assert tokens == Tokens(tuple(given_ids)) == Tokens(iter(given_ids)) == Tokens(tokens)
     assert tokens[part] == Tokens(given_ids[part]) == tuple(given_ids[part])
     assert (tokens == tuple(given_ids), hash(tokens)) == (True, hash(tuple(given_ids)))
     assert tokens != Tokens([*given_ids, 0])
@@ -36,5 +37,7 @@ def test_what_is_no_int32_is_refused() -> None:
         Tokens([2**31])
     with pytest.raises(TypeError):
         Tokens(["a"])  # type: ignore[list-item]
+    with pytest.raises(TypeError):
+        Tokens((1, 1.0))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="multiple"):
         Tokens.unpack(b"123")

@@ -17,7 +17,7 @@ slices = st.slices(24)
 def test_growing_tokens_are_their_head_and_their_tail(head: list[int], tail: list[int], part: slice) -> None:
     tokens = GrowingTokens(Tokens(head))
     tokens.tail += tail
-    assert list(tokens) == head + tail
+    assert list(tokens) == list(tokens.known()) == head + tail
     assert [tokens[index] for index in range(-len(tokens), len(tokens))] == (head + tail) * 2
     assert tokens[part] == tuple((head + tail)[part])
     begin, end = sorted(abs(at) for at in part.indices(len(tokens))[:2])
@@ -28,4 +28,4 @@ def test_growing_tokens_are_their_head_and_their_tail(head: list[int], tail: lis
 
 def test_all_of_tokens_that_have_not_grown_is_no_copy() -> None:
     tokens = GrowingTokens(Tokens([1, 2]))
-    assert tokens[:] is tokens.head
+    assert tokens[:] is tokens.known() is tokens.head

@@ -8,6 +8,7 @@ from hypothesis import given, settings, strategies as st
 from engine.core.schedulers import hash_chain
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.grouped_block_manager import GroupedBlockManager
+from engine.core.schedulers.growing_tokens import GrowingTokens
 from engine.core.schedulers.hash_chain import PAGE, DigestCache, HashChain
 from engine.core.tokens import Tokens
 from engine.core.types import FULL, BlockKind
@@ -43,6 +44,18 @@ def test_digests_do_not_depend_on_how_far_they_are_computed_at_a_time() -> None:
         assert partly.first(tokens, at) == one_by_one[:at]
         assert partly.first(Tokens(tokens), len(one_by_one)) == one_by_one
         assert len(partly) == len(one_by_one)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 3 * SIZE), st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5 * SIZE))
+def test_a_sequence_that_decodes_has_the_digests_of_its_tokens(prompt_len: int, output: list[int]) -> None:
+    tokens, chain = GrowingTokens(Tokens(range(prompt_len))), HashChain(SIZE)
+    found: list[bytes] = []
+    for token in output:
+        tokens.tail.append(token)
+        found += [chain.digest(tokens, block) for block in range(len(found), len(tokens) // SIZE)]
+    if output:
+        assert found == digests([*range(prompt_len), *output])
 
 
 @settings(deadline=None)
