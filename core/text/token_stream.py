@@ -40,7 +40,8 @@ class TokenStream:
         keep: special tokens that are not skipped.
         """
         self._tokenizer = tokenizer
-        self._skipped: frozenset[int] = tokenizer.special_tokens - keep if skip_special_tokens else frozenset()
+        special = tokenizer.special_tokens - keep if keep else tokenizer.special_tokens
+        self._skipped: frozenset[int] = special if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._incomplete = False
         """Whether the UTF-8 decoder holds the beginning of a character; unused without a byte table."""

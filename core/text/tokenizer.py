@@ -48,7 +48,7 @@ class Tokenizer:
         self._chat_template = chat_template
         self._vocabulary = vocabulary or LibraryVocabulary(wrapped.backend_tokenizer)
         self._own_bytes: dict[int, bytes | None] = {}
-        self._tables: dict[frozenset[int], Mapping[int, bytes]] = {}
+        self._tables: dict[frozenset[int] | None, Mapping[int, bytes]] = {}  # by the special tokens kept; None: all
         self.special_tokens = self._vocabulary.special_tokens
         """Tokens left out of the text if `skip_special_tokens`."""
 
@@ -249,10 +249,11 @@ class Tokenizer:
         """
         if not self._vocabulary.has_bytes:
             return None
-        silent = self.special_tokens - keep if skip_special_tokens else frozenset[int]()
-        if silent not in self._tables:
-            self._tables[silent] = _ByteTable(self, silent)
-        return self._tables[silent]
+        kept = keep if skip_special_tokens else None
+        if kept not in self._tables:
+            silent = frozenset[int]() if kept is None else self.special_tokens - kept
+            self._tables[kept] = _ByteTable(self, silent)
+        return self._tables[kept]
 
     @property
     def drops_space(self) -> bool:
