@@ -75,12 +75,22 @@ async def respond(
 
 
 def checked(service: Service, conversation: Conversation) -> tuple[SamplingParams, list[dict[str, Any]]]:
-    """All sampling parameters but max_tokens and grammar, and the tools as templates expect them. Raises ApiError."""
+    """All sampling parameters but the grammar, and the tools as templates expect them. Raises ApiError.
+
+    max_tokens is as given; it depends on the prompt where it is not.
+    """
     names, limits = conversation.names, service.limits
     parameters.check_num_choices(conversation.n, limits)
     parameters.check_length(conversation.salt, limits, "cache_salt")
     parameters.check_length(conversation.cache_key, limits, "prompt_cache_key")
-    params = parameters.checked_params(conversation.sampling, service.default_params, limits, service.vocab_size)
+    params = parameters.checked_params(
+        conversation.sampling,
+        service.default_params,
+        limits,
+        service.vocab_size,
+        conversation.max_tokens,
+        names.max_tokens,
+    )
     if conversation.logprobs is not None:
         parameters.check_logprobs(conversation.logprobs, limits, names.logprobs)
         params = attrs.evolve(params, logprobs=conversation.logprobs)

@@ -70,6 +70,8 @@ class Generation:
         self._tokenizer = tokenizer
         self._detokenizers: dict[int, Detokenizer] = {}
         """The detokenizers of the choices that have outputs."""
+        self._unparsed: dict[int, Detokenizer] = {}
+        """Those of the choices whose outputs are not parsed."""
         self._choices_per_prompt = choices_per_prompt
         self.running = set(range(len(requests) * choices_per_prompt))
         """Choices that have not finished."""
@@ -145,14 +147,15 @@ class Generation:
             deadline = time.monotonic() + SLICE_SECONDS
             if not self._build(data, deadline):
                 return b"".join(data)
-        events = iter([*self._backlog, *self._group.take()])  # all: the group reports only the first event after a take
+        taken = self._group.take()  # all: the group reports only the first event after a take
+        events = iter([*self._backlog, *taken] if self._backlog else taken)
         self._backlog = []
         for event in events:
             choice, tokens, output = event
             if choice not in self.running:
                 continue
-            if output is None and templates is not None and choice not in self._parsed:
-                detokenizer = self._detokenizers[choice]
+            if output is None and templates is not None and choice in self._unparsed:
+                detokenizer = self._unparsed[choice]
                 text = detokenizer.push(tokens)
                 if detokenizer.stop_string is not None:
                     last = Delta(choice, text, finish_reason=self._stop(choice), stop_string=detokenizer.stop_string)
@@ -196,10 +199,16 @@ class Generation:
     def _feed(self, event: OutputEvent, delta: Delta) -> None:
         """Detokenize an output and add the text to `delta`, parsed if it is to be."""
         choice, tokens, output = event
-        parsed = self._parsed.get(choice)
-        if output is None and parsed is not None:
+        if output is not None:
+            self._feed_full(choice, output, delta)
+        elif choice in self._unparsed:
+            detokenizer = self._unparsed[choice]
+            delta.text += detokenizer.push(tokens)
+            if detokenizer.stop_string is not None:
+                delta.finish_reason, delta.stop_string = self._stop(choice), detokenizer.stop_string
+        else:
+            parsed, detokenizer = self._parsed[choice], self._detokenizers[choice]
             delta.events = delta.events or []
-            detokenizer = self._detokenizers[choice]
             for token in tokens:  # one by one, so that tokens of reasoning are counted alike however they come
                 delta.events += parsed.feed(detokenizer.push((token,)), 1)
                 if detokenizer.stop_string is not None:
@@ -209,13 +218,6 @@ class Generation:
                     delta.finish_reason = self._stop(choice)
                 if delta.finish_reason is not None:
                     return
-        elif output is None:
-            detokenizer = self._detokenizers[choice]
-            delta.text += detokenizer.push(tokens)
-            if detokenizer.stop_string is not None:
-                delta.finish_reason, delta.stop_string = self._stop(choice), detokenizer.stop_string
-        else:
-            self._feed_full(choice, output, delta)
 
     def _feed_full(self, choice: int, output: Output, delta: Delta) -> None:
         detokenizer = self._detokenizers.get(choice)
@@ -230,6 +232,8 @@ class Generation:
             keep = self._begin_parsing(choice)
             detokenizer = Detokenizer(self._tokenizer, request.prompt, request.params, keep)
             self._detokenizers[choice] = detokenizer
+            if choice not in self._parsed:
+                self._unparsed[choice] = detokenizer
             if choice % self._choices_per_prompt == 0:
                 self._cached_tokens += output.cached_tokens
         piece = detokenizer.feed(output)

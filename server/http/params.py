@@ -10,7 +10,6 @@ import attrs
 from engine.core.config import ServerConfig
 from engine.core.errors import InvalidRequestError
 from engine.core.types import SamplingParams
-from engine.server.front_end.errors import ApiError
 from engine.server.http.errors import invalid
 from engine.server.http.request_bodies import Body
 from engine.server.http.structured_output import requested_grammar
@@ -38,10 +37,10 @@ MAX_LOGIT_BIAS = 100.0
 
 
 def sampling_params(body: Body, defaults: SamplingParams, limits: ServerConfig, vocab_size: int) -> SamplingParams:
-    """All sampling parameters except max_tokens and logprobs. Raises ApiError naming a parameter out of range."""
+    """All sampling parameters except logprobs. Raises ApiError naming a parameter out of range."""
     check_length(body.cache_salt, limits, "cache_salt")
     check_length(body.prompt_cache_key, limits, "prompt_cache_key")
-    params = checked_params(given_params(body), defaults, limits, vocab_size)
+    params = checked_params(given_params(body), defaults, limits, vocab_size, body.max_tokens)
     grammar = requested_grammar(body)
     return params if grammar is None else evolve(params, grammar=grammar)
 
@@ -52,11 +51,17 @@ def given_params(body: Body) -> dict[str, Any]:
 
 
 def checked_params(
-    given: Mapping[str, Any], defaults: SamplingParams, limits: ServerConfig, vocab_size: int
+    given: Mapping[str, Any],
+    defaults: SamplingParams,
+    limits: ServerConfig,
+    vocab_size: int,
+    max_tokens: int | None = None,
+    max_tokens_name: str = "max_tokens",
 ) -> SamplingParams:
     """`defaults` with the parameters that are given, by the names of SAME_NAMES and CONVERTED; None: not given.
 
-    Raises ApiError naming a parameter out of range.
+    max_tokens: as given; `with_max_tokens` compares it with the context. max_tokens_name: name under which the client
+    gave the value. Raises ApiError naming a parameter out of range.
     """
     changes = {name: value for name in SAME_NAMES if (value := given.get(name)) is not None}
     if changes.get("seed") == RANDOM_SEED:
@@ -67,14 +72,21 @@ def checked_params(
         changes["stop_token_ids"] = _token_ids(tokens, vocab_size, limits)
     if (bias := given.get("logit_bias")) is not None:
         changes["logit_bias"] = _logit_bias(bias, vocab_size, limits)
-    return evolve(defaults, **changes)
+    if max_tokens is not None:
+        changes["max_tokens"] = max_tokens
+    return evolve(defaults, max_tokens_name, **changes)
 
 
-def evolve(params: SamplingParams, **changes: object) -> SamplingParams:
-    """`params` with changes. Raises ApiError if SamplingParams refuses them."""
+def evolve(params: SamplingParams, max_tokens_name: str = "max_tokens", **changes: object) -> SamplingParams:
+    """`params` with changes. Raises ApiError if SamplingParams refuses them.
+
+    max_tokens_name: name under which the client gave max_tokens.
+    """
     try:
-        return attrs.evolve(params, **changes)  # type: ignore[arg-type]
+        return attrs.evolve(params, **changes) if changes else params  # type: ignore[arg-type]
     except InvalidRequestError as error:
+        if error.parameter == "max_tokens":
+            raise invalid(str(error).replace("max_tokens", max_tokens_name, 1), max_tokens_name) from None
         raise invalid(str(error), error.parameter) from None
 
 
@@ -129,14 +141,8 @@ def with_max_tokens(
     """
     check_room(prompt_len, max_len, given or 0, param)
     room = max_len - prompt_len
-    if given is None:
-        return evolve(params, max_tokens=min(room, default or room))
-    try:
-        return evolve(params, max_tokens=given)
-    except ApiError as error:
-        if error.param == "max_tokens":
-            raise invalid(error.message.replace("max_tokens", param, 1), param) from None
-        raise
+    found = min(room, default or room) if given is None else given
+    return params if params.max_tokens == found else evolve(params, param, max_tokens=found)
 
 
 def check_room(prompt_len: int, max_len: int, output_len: int = 0, param: str | None = None) -> None:

@@ -111,3 +111,5 @@ def test_a_refusal_of_max_tokens_uses_the_clients_name_for_it() -> None:
     with pytest.raises(ApiError, match=r"^max_completion_tokens must be in") as caught:
         params.with_max_tokens(0, "max_completion_tokens", None, DEFAULTS, 5, max_len=100)
     assert caught.value.param == "max_completion_tokens"
+    with pytest.raises(ApiError, match=r"^max_completion_tokens must be in"):
+        params.checked_params({}, DEFAULTS, LIMITS, VOCAB, 0, "max_completion_tokens")
