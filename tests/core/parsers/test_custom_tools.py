@@ -39,3 +39,10 @@ def test_white_space_stands_anywhere_but_in_the_name() -> None:
     assert "".join(map(CustomInput().feed, ' {\n "input"\t: "a b" }')) == "a b"
     assert "".join(map(CustomInput().feed, '{"in put": "a"}')) == '{"in put": "a"}'
     assert CustomInput().feed('{ "inp') == ""
+
+
+def test_white_space_before_the_input_is_not_read_again() -> None:
+    made = CustomInput()
+    assert [made.feed(piece) for piece in ("{", *[" " * 9] * 3)] == [""] * 4
+    assert made._before == ["{", *[" " * 9] * 3]
+    assert made.feed('"input":"a') == "a"
