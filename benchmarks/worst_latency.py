@@ -17,9 +17,10 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import islice
@@ -31,7 +32,9 @@ from attrs import define, field
 import engine.demo
 from engine.cli.bench.report import Row, report, write
 from engine.core.config import EngineConfig, ExecutorConfig, ModelConfig, ServerConfig
+from engine.core.config.tree import ParserConfig
 from engine.core.device import find_device
+from engine.core.text import Tokenizer
 from engine.core.types import FINISH_LENGTH, Output, Request, SamplingParams, TokenLogprobs
 from server import PacedEngine, processes  # benchmarks/server.py
 
@@ -42,11 +45,30 @@ VOCAB = 4096
 MAX_RUNNING = 256
 LETTER = 70
 """A token with text, so that each step is an event."""
+SCRIPT_STEPS = 100
+"""Steps in which a scripted output comes, whatever its length."""
 PATIENCE = 120.0
 """Seconds that a case may take."""
 SETTLE = 0.5
 """Seconds of quiet before and after each case."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ (tool | tojson)[:30] }}\n{% endfor %}{% for message in messages %}{{ message.role }}"
+    ": {{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
+    "\n{% endfor %}"
+    "{# <tool_call> #}"
+)
+"""A chat template that writes calls, and the beginning of each tool, so that the context holds them."""
+CALL = '<tool_call>{"name": "f", "arguments": '
+SCRIPTS = {
+    "string": CALL + '{"a": "' + "_handshake_timeout" * 30_000,
+    "nesting": CALL + '{"a":' * 100_000,
+    "calls": (CALL + '{"a": 1}}</tool_call>\n') * 1_000,
+    "spaces": "a" + " " * 600_000,
+    "marks": '<tool_call>{"id": "' + "<tool_call>" * 30_000,
+}
+"""Outputs by the word that the conversation ends with, after "say "."""
 
 
 class StandIn(PacedEngine):
@@ -57,16 +79,24 @@ class StandIn(PacedEngine):
         self.max_len, self.vocab_size = CONTEXT, VOCAB
         self._params: dict[str, SamplingParams] = {}
         self._prompts: dict[str, int] = {}
+        self._tokenizer = Tokenizer.of_model(config.model)
+        self._scripts: dict[str, Iterator[tuple[int, ...]]] = {}
 
     def add(self, request: Request) -> None:
         super().add(request)
         self._params[request.id] = request.params
+        end = self._tokenizer.decode(request.prompt[-16:])
+        if (said := re.search(r"say (\w+)\s*$", end)) and said[1] in SCRIPTS:
+            tokens = self._tokenizer.encode(SCRIPTS[said[1]], add_special_tokens=False)[: request.params.max_tokens]
+            size = -(-len(tokens) // SCRIPT_STEPS)
+            self._scripts[request.id] = (tuple(tokens[at : at + size]) for at in range(0, len(tokens), size))
         if request.params.prompt_logprobs is not None:
             self._prompts[request.id] = len(request.prompt)
 
     def abort(self, request_id: str) -> None:
         super().abort(request_id)
         self._params.pop(request_id, None)
+        self._scripts.pop(request_id, None)
         self._prompts.pop(request_id, None)
 
     def step(self) -> list[Output]:
@@ -82,6 +112,13 @@ class StandIn(PacedEngine):
         params, count = self._params[output.request], self._counts[output.request]
         prompt = self._prompts.pop(output.request, 0)
         finish_reason = None
+        if (script := self._scripts.get(output.request)) is not None:
+            tokens = next(script, ())
+            if not tokens:
+                self.abort(output.request)
+            return Output(
+                request=output.request, tokens=tokens or (LETTER,), finish_reason=None if tokens else FINISH_LENGTH
+            )
         if count == params.max_tokens:
             finish_reason = FINISH_LENGTH
             self.abort(output.request)
@@ -128,7 +165,109 @@ MESSAGE = '{"role":"user","content":""}'
 LONG_MESSAGE = '{"role":"user","content":"01234567890123456789"}'
 LINE = "hello, world and all of it "
 ONE_CHAT = '{"model":"bench","messages":[{"role":"user","content":"x"}],'
+
+
+def tool(size: int, number: int = 0, strict: bool = False) -> dict[str, Any]:
+    """A tool of about `size` characters, in 40 strings and objects."""
+    names = [f"p{at}" for at in range(10)]
+    properties = {name: {"type": "string", "pattern": "a" * (size // 10 - 60)} for name in names}
+    parameters = {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+    return {"name": f"f{number}", "parameters": parameters, **({"strict": True} if strict else {})}
+
+
+def protocols(
+    what: str,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    calls: Sequence[Sequence[str]] = (),
+    said: str = "x",
+    tokens: int = 1,
+    **others: Any,
+) -> Iterator[Case]:
+    """The same request in three protocols. calls: JSON arguments of calls, by message. others: further parameters."""
+
+    def chat() -> bytes:
+        messages: list[Any] = [{"role": "user", "content": "x"}]
+        for index, several in enumerate(calls):
+            made = [
+                {"id": f"c{index}_{at}", "type": "function", "function": {"name": "f", "arguments": one}}
+                for at, one in enumerate(several)
+            ]
+            messages.append({"role": "assistant", "content": None, "tool_calls": made})
+            messages += [{"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in made]
+        messages.append({"role": "user", "content": f"say {said}"})
+        given = {"tools": [{"type": "function", "function": one} for one in tools]} if tools else {}
+        return json.dumps({"model": "bench", "messages": messages, "max_tokens": tokens} | given | others).encode()
+
+    def responses() -> bytes:
+        items: list[Any] = [{"role": "user", "content": "x"}]
+        for index, several in enumerate(calls):
+            for at, one in enumerate(several):
+                items.append({"type": "function_call", "call_id": f"c{index}_{at}", "name": "f", "arguments": one})
+                items.append({"type": "function_call_output", "call_id": f"c{index}_{at}", "output": "1"})
+        items.append({"role": "user", "content": f"say {said}"})
+        given = {"tools": [{"type": "function", **one} for one in tools]} if tools else {}
+        return json.dumps({"model": "bench", "input": items, "max_output_tokens": tokens} | given | others).encode()
+
+    def messages() -> bytes:
+        said_so_far: list[Any] = [{"role": "user", "content": "x"}]
+        for index, several in enumerate(calls):
+            uses = [
+                {"type": "tool_use", "id": f"c{index}_{at}", "name": "f", "input": json.loads(one)}
+                for at, one in enumerate(several)
+            ]
+            results = [{"type": "tool_result", "tool_use_id": use["id"], "content": "1"} for use in uses]
+            said_so_far += [{"role": "assistant", "content": uses}, {"role": "user", "content": results}]
+        said_so_far.append({"role": "user", "content": f"say {said}"})
+        given: dict[str, Any] = {}
+        if tools:
+            given["tools"] = [
+                {"name": one["name"], "input_schema": one["parameters"]} | ({"strict": True} if "strict" in one else {})
+                for one in tools
+            ]
+        if others.get("tool_choice") == "required":
+            given["tool_choice"] = {"type": "any"}
+        stream = {"stream": True} if others.get("stream") else {}
+        body = {"model": "bench", "messages": said_so_far, "max_tokens": tokens} | given | stream
+        return json.dumps(body).encode()
+
+    for path, body in ((CHAT, chat), (RESPONSES, responses), (MESSAGES, messages)):
+        yield Case(f"{what}, {path.removeprefix('/v1/')}", path, body)
+
+
+ONE_MB = json.dumps({"a": "hello, world " * 77_000})
+MANY_VALUES = json.dumps({"a": [[]] * 1_000_000})
+SMALL = json.dumps({"city": "Rome", "days": 3})
+ENUM = {"enum": [f"{at:09}" for at in range(5_000)]}
+TOOLS = [tool(6_000, at) for at in range(1_000)]
+STRICT = [tool(6_000, at, strict=True) for at in range(1_000)]
+FEW_TOOLS = [tool(10_000, at) for at in range(100)]
+ONE_TOOL = [{"name": "f", "parameters": {"type": "object"}}]
 CASES = (
+    *protocols("a history of 1,000 calls", calls=[[SMALL]] * 1_000),
+    *protocols("1,000 calls in a message", calls=[[SMALL] * 1_000]),
+    *protocols("arguments of 1 MB", calls=[[ONE_MB]]),
+    *protocols("1,000 messages with arguments of 8 kB", calls=[[json.dumps({"a": "hello " * 1_250})]] * 1_000),
+    *islice(protocols("arguments of a million lists", calls=[[MANY_VALUES]]), 2),
+    *protocols("1,000 tools of 6 kB", tools=TOOLS),
+    *protocols("1,000 tools of 6 kB, required", tools=TOOLS, tool_choice="required"),
+    *protocols("1,000 strict tools of 6 kB", tools=STRICT),
+    *protocols("100 tools of 10 kB, required", tools=FEW_TOOLS, tool_choice="required"),
+    Case("an enum of 60,000 characters", CHAT, chat(response_format={
+        "type": "json_schema", "json_schema": {"name": "e", "schema": ENUM}
+    })),
+    Case("an enum of 700,000 characters", CHAT, chat(response_format={
+        "type": "json_schema", "json_schema": {"name": "e", "schema": {"enum": [f"{at:09}" for at in range(60_000)]}}
+    })),
+    *(
+        case
+        for stream in (False, True)
+        for script in SCRIPTS
+        for case in protocols(
+            f"an output of {script}{', streamed' if stream else ''}",
+            tools=ONE_TOOL, said=script, tokens=30_000, stream=stream,
+        )
+    ),
     Case("8 MiB of empty messages", CHAT, repeated('{"model":"bench","messages":[', MESSAGE, "]}")),
     Case("3,000 messages of 20 characters", CHAT, repeated(
         '{"model":"bench","max_tokens":1,"messages":[', LONG_MESSAGE, "]}", 150_000
@@ -314,8 +453,11 @@ def serve() -> int:
     from engine import server
     from engine.server.supervisor.main import Commands
 
+    template = Path(tempfile.mkdtemp()) / "tools.jinja"
+    template.write_text(TEMPLATE)
     config = EngineConfig(
-        model=ModelConfig(path=str(engine.demo.path()), served_name="bench"),
+        model=ModelConfig(path=str(engine.demo.path()), served_name="bench", chat_template=str(template)),
+        parser=ParserConfig(name="hermes"),
         executor=ExecutorConfig(options={"interval": INTERVAL}),
         server=ServerConfig(port=0, api_workers=1, max_waiting=8192),
     )
@@ -326,7 +468,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("role", nargs="?", default="measure", choices=("measure", "serve", "engine"))
     parser.add_argument("--url", help="a server that runs already and serves the model `bench`")
-    parser.add_argument("--only", default="", help="measure the cases whose names contain this")
+    parser.add_argument("--only", default="", help="measure the cases whose names this expression finds")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -339,7 +481,7 @@ def main() -> int:
     rows = []
     print(f"{'':58}{'stream':>9}{'/health':>9}{'took':>9}{'memory':>9}  status", flush=True)
     for case in CASES:
-        if options.only not in case.name:
+        if not re.search(options.only, case.name):
             continue
         if options.url:
             figures = measure(options.url, case, None, options.repeat)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         SCHEMA_MAP_KEYWORDS as SCHEMA_MAP_KEYWORDS,
         schema_keywords as schema_keywords,
     )
-    from engine.core.grammars.limits import schema_of as schema_of
+    from engine.core.grammars.limits import check_length as check_length, schema_of as schema_of
     from engine.core.grammars.structural_tag_forms import format_of as format_of
     from engine.core.grammars.structural_tags import FormatResolver as FormatResolver
     from engine.core.grammars.tool_schemas import TOOL_LABEL as TOOL_LABEL, compile_with_tools as compile_with_tools
@@ -64,7 +64,7 @@ __getattr__, __dir__, __all__ = exports(
         "schema_keywords",
     ),
     grammar=("Grammar",),
-    limits=("schema_of",),
+    limits=("check_length", "schema_of"),
     tool_schemas=("TOOL_LABEL", "compile_with_tools"),
     structural_tag_forms=("format_of",),
     structural_tags=("FormatResolver",),

@@ -16,13 +16,18 @@ _FLAT = {JSON_SCHEMA: _QUOTED, REGEX: _CHARACTERS, LARK: f"{_QUOTED}|{_PATTERN}"
 """Kind of grammar -> what does not nest, whatever brackets it holds."""
 
 
-def check_limits(grammar: Grammar, *, max_chars: int, max_depth: int) -> None:
-    """Raise InvalidRequestError for a grammar that is too long or too deep. The time is linear in its length."""
+def check_length(grammar: Grammar, max_chars: int) -> None:
+    """Raise InvalidRequestError for a grammar that is too long."""
     if len(grammar.source) > max_chars:
         raise InvalidRequestError(
             f"the grammar has {len(grammar.source)} characters; at most {max_chars} (grammar.max_chars) are allowed",
             PARAMETER,
         )
+
+
+def check_limits(grammar: Grammar, *, max_chars: int, max_depth: int) -> None:
+    """Raise InvalidRequestError for a grammar that is too long or too deep. The time is linear in its length."""
+    check_length(grammar, max_chars)
     if depth(grammar) > max_depth:
         what = "the JSON schema" if grammar.kind == JSON_SCHEMA else "the grammar"
         raise InvalidRequestError(

@@ -162,7 +162,7 @@ class Parser(ABC, Generic[OptionsT]):
     """Knows the format in which a family of models writes reasoning and tool calls.
 
     OptionsT: the parser's own settings, an object of `options_class`; None for a parser without any. A server makes one
-    parser when it starts and uses it from one thread.
+    parser when it starts; several threads at a time call `grammar` and `template_message`.
     """
 
     api: ClassVar[str]

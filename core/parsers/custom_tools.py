@@ -9,9 +9,10 @@ from typing import Any, Final
 INPUT: Final = "input"
 """Name of the argument."""
 _BEGIN: Final = f'{{"{INPUT}":"'
-_BEGIN_PATTERN: Final = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
+_WITHIN_NAME: Final = frozenset(_BEGIN[at:] for at in range(2, 3 + len(INPUT)))
+"""Ends of _BEGIN before which no white space may stand."""
 _DECODABLE: Final = re.compile(
-    r"(?:[^\"\\]"
+    r"(?:[^\"\\]++"
     r"|\\[\"\\/bfnrt]"
     r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?=[^\\]|\\[^u]|\\u(?:[^dD]|[dD][^c-fC-F])))"
@@ -35,7 +36,10 @@ class CustomInput:
 
     def __init__(self) -> None:
         self._unread = ""
-        self._begun = False
+        self._before: list[str] = []
+        """What has come before the input."""
+        self._awaited = _BEGIN
+        """What must still come before the input; empty: it has begun."""
         self._plain = False
         self._ended = False
 
@@ -43,20 +47,26 @@ class CustomInput:
         """The text that a further piece of the arguments stands for."""
         if self._ended:
             return ""
+        if self._awaited:
+            arguments = self._begin(arguments)
+        if self._plain or self._awaited:
+            return arguments
         self._unread += arguments
-        if not self._begun and not self._plain:
-            found = _BEGIN_PATTERN.match(self._unread)
-            if found is not None:
-                self._begun, self._unread = True, self._unread[found.end() :]
-            elif _BEGIN.startswith("".join(self._unread.split())):
-                return ""
-            else:
-                self._plain = True
-        if self._plain:
-            plain, self._unread = self._unread, ""
-            return plain
         end = len(_DECODABLE.match(self._unread)[0])  # type: ignore[index]  # it may match nothing
         raw, self._unread = self._unread[:end], self._unread[end:]
         self._ended = self._unread.startswith('"')
         text: str = json.loads(f'"{raw}"', strict=False)
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+    def _begin(self, arguments: str) -> str:
+        """Read up to the input; returns what follows, or all of the text so far if it is not of the form."""
+        for at, character in enumerate(arguments):
+            if character == self._awaited[0]:
+                self._awaited = self._awaited[1:]
+                if not self._awaited:
+                    return arguments[at + 1 :]
+            elif not character.isspace() or self._awaited in _WITHIN_NAME:
+                self._plain, self._awaited = True, ""
+                return "".join((*self._before, arguments))
+        self._before.append(arguments)  # joined only once, however much white space there is
+        return ""

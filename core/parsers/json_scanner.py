@@ -51,7 +51,8 @@ class JsonScanner:
         """What must follow: of a literal."""
         self._digits = 0
         """Hexadecimal digits that must follow."""
-        self._number = ""
+        self._number: list[str] = []
+        """The pieces of the number being read."""
 
     @property
     def done(self) -> bool:
@@ -88,7 +89,7 @@ class JsonScanner:
         if self._state is _State.STRING and (match := _PLAIN.match(text, at)):
             return match.end()
         if self._state is _State.NUMBER and (match := _NUMBER_PART.match(text, at)):
-            self._number += match[0]
+            self._number.append(match[0])
             return match.end()
         return at
 
@@ -115,7 +116,7 @@ class JsonScanner:
                     if not self._rest:
                         self._end_value()
             case _State.NUMBER:
-                if _NUMBER.fullmatch(self._number):
+                if _NUMBER.fullmatch("".join(self._number)):
                     self._end_value()
                 else:
                     self._state = _State.FAILED
@@ -169,7 +170,7 @@ class JsonScanner:
         elif character in _LITERALS:
             self._rest, self._state = _LITERALS[character], _State.LITERAL
         elif character in "-0123456789":
-            self._number, self._state = character, _State.NUMBER
+            self._number, self._state = [character], _State.NUMBER
         else:
             self._state = _State.FAILED
 

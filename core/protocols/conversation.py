@@ -48,7 +48,8 @@ class Conversation:
     messages: Sequence[Mapping[str, Any]]
     """As chat templates expect them. Each has `role` (system, user, assistant or tool) and `content`, a text; perhaps
     `name`; of an assistant, `reasoning_content`, a text, and `tool_calls` ({"id", "type": "function", "function":
-    {"name", "arguments"}}), arguments as `template_arguments` returns them; of a tool, `tool_call_id`."""
+    {"name", "arguments"}}), arguments an object or JSON, which the server decodes
+    with `template_arguments`; of a tool, `tool_call_id`."""
     tools: Sequence[FunctionTool] = ()
     tool_choice: ToolChoice = attrs.field(factory=ToolChoice)
     parallel_calls: bool = True

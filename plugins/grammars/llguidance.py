@@ -39,14 +39,14 @@ alike took 194 ms per token; now the worst that was found takes 13 ms. Objects o
 tools, are within the limits; objects of 300 are not.
 """
 MIN_PARALLEL, MIN_CORES, MAX_THREADS = 64, 4, 16
-"""Masks, and cores, from which on several threads make masks; how many threads at most. A mask takes about 10 us, so
-that waking threads for few masks takes longer than making them."""
+"""Masks, and cores, from which on several threads make masks; how many threads at most. A mask of 128,000
+tokens took 50 to 80 us (median of the rows, on a busy core), so that waking threads for few masks gains nothing."""
 _MAX_ERROR = 300
 """Characters of the library's error that are passed on."""
 
 
 class LLGuidance(GrammarBackend[JsonOptions]):
-    """Compiles in about a millisecond; a mask takes microseconds."""
+    """Compiles in about a millisecond; a mask of 128,000 tokens takes less than 100 microseconds."""
 
     api = "1"
     options_class = JsonOptions

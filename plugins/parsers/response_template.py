@@ -148,9 +148,9 @@ class _TemplateParsing(Parsing):
         """The field that is open."""
         self._unread = ""
         """Text that is part of no event so far: the beginning of a mark."""
-        self._call = ""
+        self._call: list[str] = []
         """The whole text of the call that is open."""
-        self._space = ""
+        self._space: list[str] = []
         """White space that is dropped if its field ends."""
         self._first = True
         """Whether the open field has no text so far."""
@@ -180,7 +180,7 @@ class _TemplateParsing(Parsing):
         self._field = ""
         for event in self._parser.initial_events:
             if event["type"] == "region_open":
-                self._field, self._first, self._space = event["field"], True, ""
+                self._field, self._first, self._space = event["field"], True, []
             elif event["type"] == "region_close":
                 self.closed = self.closed or self._field in REASONING
                 self._field = ""
@@ -190,8 +190,8 @@ class _TemplateParsing(Parsing):
         try:
             found = self._parser.feed(character) if character is not None else self._parser.finalize()[1]
         except Exception:  # of a content parser or of a transformation that the template names
-            text = self._call + self._unread
-            self._call = self._unread = ""
+            text = "".join((*self._call, self._unread))
+            self._call, self._unread = [], ""
             self._begin("")
             return [Malformed("a part of the output is not as the response template says"), *_texts(Content, text)]
         events: list[Event] = []
@@ -203,10 +203,10 @@ class _TemplateParsing(Parsing):
         """What an event of transformers' parser says."""
         kind = event["type"]
         if kind == "region_open":
-            self._field, self._first, self._space = event["field"], True, ""
+            self._field, self._first, self._space = event["field"], True, []
             implicit = self._template.fields[self._field].open_re is None
             if not implicit:
-                self._call, self._unread = self._unread if self._field == CALLS else "", ""
+                self._call, self._unread = [self._unread] if self._field == CALLS else [], ""
             return []
         if kind == "region_chunk":
             return self._chunk(event["text"])
@@ -214,18 +214,21 @@ class _TemplateParsing(Parsing):
         if field != CALLS:
             self._unread = ""
             return []
-        text, self._call, self._unread = self._call + self._unread, "", ""
+        text, self._call, self._unread = "".join((*self._call, self._unread)), [], ""
         return self._calls(event["value"], text)
 
     def _chunk(self, text: str) -> list[Event]:
         """Text of the open field: without white space around it, as transformers has it."""
         self._unread = self._unread[len(text) :]
         if self._field == CALLS:
-            self._call += text
+            self._call.append(text)
             return []
-        text = text.lstrip() if self._first else self._space + text
+        text = text.lstrip() if self._first else text
         kept = text.rstrip()
-        self._space, self._first = text[len(kept) :], self._first and not kept
+        if kept:
+            self._space, self._first, kept, text = [], False, "".join((*self._space, kept)), text[len(kept) :]
+        if text:
+            self._space.append(text)
         return _texts(Reasoning if self._field in REASONING else Content, kept)
 
     def _calls(self, value: Any, text: str) -> list[Event]:

@@ -124,7 +124,7 @@ class TaggedParsing(SequentialParsing):
         self._reasoning = begun and marks is not None
         self._strip = self._reasoning
         """Whether line breaks that come next are dropped."""
-        self._held = ""
+        self._held: list[str] = []
         """White space that is dropped if a mark follows."""
         self._closing = False
         """Whether the mark that ends a call has yet to come."""
@@ -142,9 +142,9 @@ class TaggedParsing(SequentialParsing):
         yield from self.read_beginning()
         while (mark := (yield from self.source.text_until(self._next_marks(), self._text))) is not None:
             if self._marks is not None and mark == self._marks[1]:
-                self._held, self._strip, self._reasoning = "", True, False
+                self._held, self._strip, self._reasoning = [], True, False
             elif mark == self.closing_mark:
-                self._held, self._strip, self._closing = "", True, False
+                self._held, self._strip, self._closing = [], True, False
             else:
                 yield from self._call(mark)
         yield from self._flush()
@@ -176,7 +176,7 @@ class TaggedParsing(SequentialParsing):
                 yield Malformed(NOT_A_CALL)
             yield from self._text(mark)
             return
-        self._held, self._strip, self._closing = "", found is Found.CALL, bool(self.closing_mark)
+        self._held, self._strip, self._closing = [], found is Found.CALL, bool(self.closing_mark)
         if self._closing:
             at = yield from self.source.skip_space()
             if (yield from self.source.starts_with(self.closing_mark, at)):
@@ -188,14 +188,16 @@ class TaggedParsing(SequentialParsing):
         if self._strip:
             text = text.lstrip("\r\n")
             self._strip = not text
-        text = self._held + text
         kept = text.rstrip()
-        self._held = text[len(kept) :]
+        if kept:
+            self._held, kept, text = [], "".join((*self._held, kept)), text[len(kept) :]
+        if text:
+            self._held.append(text)  # joined only once, however many pieces come
         return self._event(kept)
 
     def _flush(self) -> list[Event]:
         """The events of white space after which no mark came."""
-        held, self._held = self._held, ""
+        held, self._held = "".join(self._held), []
         return self._event(held)
 
     def _event(self, text: str) -> list[Event]:

@@ -58,7 +58,7 @@ async def _respond(service: Service, body: ChatBody) -> SendResponse:
         sampling=parameters.given_params(body),
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        grammar=requested_grammar(body),
+        grammar=await service.work(partial(requested_grammar, body), 0, body.response_format or {}),
         n=n,
         priority=body.priority or 0,
         salt=body.cache_salt,

@@ -9,6 +9,7 @@ to the application, the generation and the response.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -41,7 +42,9 @@ async def respond(
     """
     params, tools = checked(service, conversation)
     prompt = await encode(service, conversation, tools)
-    output = planned_output(service, conversation, tools, prompt.text)
+    planned = partial(planned_output, service, conversation, tools, prompt.text)
+    schemas = [tool.parameters for tool in conversation.tools]
+    output = await service.work(planned, 0, schemas, conversation.grammar.source if conversation.grammar else "")
     if output.grammar is not None:
         params = parameters.evolve(params, grammar=output.grammar)
     names, default = conversation.names, service.default_params.max_tokens

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.core.protocols import template_arguments
 from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http.errors import invalid
 
@@ -84,7 +83,7 @@ class RefusalPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def template_message(message: Message, where: str) -> dict[str, Any]:
-    """A message as chat templates expect it: `content` is a text, the arguments of a tool call are an object.
+    """A message as Conversation has them: `content` is a text, the arguments of a tool call are as they were sent.
 
     where: the message's position, for errors. Raises ApiError.
     """
@@ -134,7 +133,7 @@ def _called(call: ToolCall, where: str) -> dict[str, Any]:
         raise invalid(f"{where} has the type {call.type}: give {call.type}, and no {other}", f"{where}.{call.type}")
     if isinstance(given, CustomCall):
         return {"name": given.name, "arguments": {"input": given.input}}
-    return {"name": given.name, "arguments": template_arguments(given.arguments)}
+    return {"name": given.name, "arguments": given.arguments}
 
 
 def _content(message: Message, where: str) -> str:

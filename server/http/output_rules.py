@@ -9,7 +9,7 @@ from typing import Any
 from attrs import frozen
 
 from engine.core.errors import InvalidRequestError
-from engine.core.grammars import Grammar
+from engine.core.grammars import Grammar, check_length
 from engine.core.parsers import OutputRules
 from engine.core.protocols import Conversation, FunctionTool
 from engine.server.http.errors import invalid
@@ -34,8 +34,19 @@ def planned_output(
 ) -> Output:
     """The output of a conversation. tools: those that are offered. prompt: the rendered conversation.
 
-    Raises ApiError for what the model's parser cannot make the model do.
+    Of large tools this takes long, and runs in a thread. Raises ApiError for what the model's parser cannot make the
+    model do, and for a grammar that the engine would refuse for its length.
     """
+    output = _planned(service, conversation, tools, prompt)
+    if output.grammar is not None:
+        try:
+            check_length(output.grammar, service.max_grammar_chars)
+        except InvalidRequestError as error:
+            raise invalid(str(error), output.grammar_parameter) from None
+    return output
+
+
+def _planned(service: Service, conversation: Conversation, tools: Sequence[Mapping[str, Any]], prompt: str) -> Output:
     names, parser = conversation.names, service.parser
     content = conversation.grammar
     if parser is None:

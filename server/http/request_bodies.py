@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from engine.core.config import ServerConfig
 from engine.core.protocols import explain
+from engine.core.protocols.json_values import NUMBERS_PER_VALUE, surely_fits, value_counts
 from engine.server.front_end.errors import ApiError
 from engine.server.http.chat_tools import Tool
 from engine.server.http.errors import invalid
@@ -131,12 +132,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 REPLACED = {"functions": "tools", "function_call": "tool_choice"}
 """Old parameters of chat, and those that have replaced them."""
-NUMBERS_PER_VALUE = 8
-"""A number is decoded in this fraction of the time of a list."""
 _SMALL_BODY = 2**16
 """Bytes of a body that is decoded in a few milliseconds, whatever it holds."""
-_WINDOW = 2**16
-"""Bytes of a larger body that are counted without a pause."""
 
 
 async def read(request: Request, kind: type[T], limits: ServerConfig) -> T:
@@ -147,31 +144,13 @@ async def read(request: Request, kind: type[T], limits: ServerConfig) -> T:
     return decode(body, kind)
 
 
-def surely_fits(body: bytes, max_values: int) -> bool:
-    """Whether a body has so few quotes, brackets and commas that `check_values` would pass, whatever they are for."""
-    strings = body.count(b'"') // 2 + len(body) // _WINDOW + 1  # which counts those that go on in another window twice
-    values = strings + body.count(b"[") + body.count(b"{")
-    return values <= max_values and body.count(b",") <= max_values * NUMBERS_PER_VALUE
-
-
 async def check_values(body: bytes, max_values: int) -> None:
     """Raise ApiError with status 413 if decoding the JSON `body` would take long, because of many small values.
 
     max_values: strings, lists and objects; NUMBERS_PER_VALUE times as many numbers are allowed. Counts without
     decoding, and lets the event loop run meanwhile.
     """
-    values = commas = position = 0
-    in_string = 0
-    while position < len(body):
-        window = body[position : position + _WINDOW]
-        if (len(window) - len(window.rstrip(b"\\"))) % 2:  # the window ends between a backslash and what it escapes
-            window = body[position : position + _WINDOW + 1]
-        position += len(window)
-        pieces = window.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
-        outside = b"".join(pieces[in_string::2])
-        in_string = (in_string + len(pieces) - 1) % 2
-        values += len(pieces) // 2 + outside.count(b"[") + outside.count(b"{")
-        commas += outside.count(b",")
+    for values, commas in value_counts(body):
         if values > max_values or commas > max_values * NUMBERS_PER_VALUE:
             raise ApiError(
                 413,

@@ -5,28 +5,31 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-import msgspec
 from attrs import frozen
 
 from engine.core.config import EngineConfig, ServerConfig, served_name
 from engine.core.parsers import Parser
+from engine.core.protocols.json_values import json_size
 from engine.core.text import TokenCache, Tokenizer
 from engine.core.tokens import Tokens
 from engine.core.types import Request, SamplingParams
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.engine_link import EngineLink
 from engine.server.front_end.errors import ApiError, excerpt
+from engine.server.http.call_arguments import with_arguments
 from engine.server.http.errors import ErrorBody, invalid
 from engine.server.http.messages import Message, template_message
 from engine.server.http.prometheus import EngineReport
 from engine.server.http.text_threads import TextThreads
 from engine.server.shared.heartbeat import Fault
 from engine.server.shared.messages import Probe, Started
+
+T = TypeVar("T")
 
 TEMPLATE_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 """Parameters of Tokenizer.chat, which chat_template_kwargs must not contain."""
@@ -42,8 +45,6 @@ MESSAGE_CHARS = 64
 """A message costs a chat template as much time as tokenizing this many characters."""
 MESSAGES_AT_A_TIME = 1000
 """Messages that are checked without a pause."""
-PLAIN_FIELDS = 2
-"""A message of more fields than these, its role and content, may have long ones."""
 LONG_TOKEN_CHARS = 8
 """Texts of more characters per token of the context are most likely too long, which is found out first."""
 
@@ -79,6 +80,7 @@ class Service:
         self.client = client
         self.tokenizer = tokenizer
         self.name = served_name(config)
+        self.max_grammar_chars = config.grammar.max_chars
         self.revision = config.model.revision or None
         """The commit of a model from the hub; None for another."""
         self.created = created
@@ -242,13 +244,17 @@ class Service:
         Raises ApiError or InvalidRequestError.
         """
         self._check_number(messages, parameter)
-        length = MESSAGE_CHARS * len(messages) + sum(len(message["content"]) for message in messages)
-        length += sum(len(msgspec.json.encode(message)) for message in messages if len(message) > PLAIN_FIELDS)
         given = dict(variables or {}) | ({"tools": tools} if tools else {})
-        if given:
-            length += len(msgspec.json.encode(given))
-        chat = partial(self._encode_chat, messages, given, salt)
-        return chat() if length < THREAD_CHARS else await self._threads.run(chat)
+        chat = partial(self._encode_chat, messages, given, parameter, salt)
+        return await self.work(chat, MESSAGE_CHARS * len(messages), messages, given)
+
+    async def work(self, work: Callable[[], T], least: int, *values: object) -> T:
+        """The result of work that takes as long as tokenizing the JSON of some values; of much, in a thread.
+
+        least: characters to which the values add.
+        """
+        size = least + sum(json_size(value, THREAD_CHARS) for value in values)
+        return work() if size < THREAD_CHARS else await self._threads.run(work)
 
     def _check_number(self, messages: Sequence[object], parameter: str) -> None:
         if len(messages) > self.max_len:
@@ -265,7 +271,10 @@ class Service:
             messages = [self.parser.template_message(message) for message in messages]
         return self.tokenizer.render_chat(messages, **given)
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], salt: str) -> ChatPrompt:
+    def _encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], parameter: str, salt: str
+    ) -> ChatPrompt:
+        messages = with_arguments(messages, self.limits.max_body_values, parameter)
         text = self.render(messages, **given)
         self._check_length(text)
         return ChatPrompt(text, self._token_cache.encode(text, salt))

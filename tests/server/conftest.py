@@ -60,16 +60,23 @@ class RunningServer:
         return httpx.Client(base_url=self.url, headers=headers, timeout=30)
 
     @contextlib.contextmanager
-    def asked(self, body: Any, tls: ssl.SSLContext | None = None) -> Iterator[None]:
-        """A completion asked for on a connection that closes at the end, whatever has come."""
+    def asked(
+        self, body: Any, tls: ssl.SSLContext | None = None, *, path: str = "completions", until: bytes = b""
+    ) -> Iterator[None]:
+        """An answer asked for on a connection that closes at the end, whatever has come. until: wait for this text."""
         host, _, port = self.url.partition("://")[2].rpartition(":")
         data = json.dumps(body).encode()
         with contextlib.ExitStack() as stack:
             connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
             if tls is not None:
                 connection = stack.enter_context(tls.wrap_socket(connection, server_hostname=host))
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n\r\n"
+            head = f"POST /v1/{path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n\r\n"
             connection.sendall(head.encode() + data)
+            came = b""
+            while until not in came:
+                more = connection.recv(2**16)
+                assert more, came
+                came += more
             yield
 
     def metrics(self) -> dict[str, float]:

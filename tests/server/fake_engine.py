@@ -8,7 +8,8 @@ executor.options of the configuration set its behaviour:
     hold: path of a file; while the file exists, a request gets its first token and no other;
     helper: start a child process; max_len: context length;
     answers: path of a file with a JSON list of texts; each chat is answered with the first, which is removed.
-A request with a chat whose last message is `say TEXT` is answered with TEXT, and ends by a stop token.
+A request with a chat whose last message is `say TEXT` is answered with TEXT, and ends by a stop token. If TEXT
+ends with UNENDED, what is before it is said, and then nothing until the request is aborted.
 A request whose prompt is `hold PATH` is held in the same way by a file of its own.
 """
 
@@ -38,6 +39,7 @@ EOS = 256
 MAX_LEN = 256
 HOLD = b"hold "
 SAY = b"<user>say "
+UNENDED = b" and so on"
 HELD_SECONDS = 0.005
 """Seconds of a step in which every request is held."""
 
@@ -58,6 +60,8 @@ class Sequence:
     """The file that holds the request, until it has been removed."""
 
     def is_held(self) -> bool:
+        if self.script is not None and self.script.endswith(UNENDED):
+            return self.made == len(self.script) - len(UNENDED)
         if self.gate is None or not self.made:
             return False
         if self.gate.exists():

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -503,3 +504,62 @@ def test_a_missing_checkpoint_is_an_error_without_traceback(
     assert server.process.returncode not in (0, None)
     assert "none" in server.errors
     assert "Traceback" not in server.errors
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def _cycle() -> dict[str, Any]:
+    names = [f"n{at}" for at in range(40)]
+    every = [{"$ref": f"#/$defs/{name}"} for name in names]
+    return {"$ref": "#/$defs/n0", "$defs": {name: {"allOf": every} for name in names}}
+
+
+EXPLODING: list[tuple[dict[str, Any], str]] = [
+    ({"json": _nested(100)}, r"nested more than 64 deep \(grammar.max_depth\)"),
+    ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no text matches"),
+    ({"json": _cycle()}, "circular references"),
+    ({"json": {"enum": [f"{at:09}" for at in range(10_000)]}}, r"at most 65536 \(grammar.max_chars\)"),
+    ({"regex": "((a{1,1000}){1,1000}){1,1000}"}, ""),
+    ({"regex": "(a|aa)*" * 2000 + "(x+x+)+y{1,100000}"}, "limits"),
+    ({"grammar": "start: start start"}, "no text matches"),
+]
+"""Grammars, and what the refusal says; empty: the output ends."""
+
+
+def test_exploding_grammars_are_refused_or_end_and_another_stream_goes_on(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "prompt": "x", "max_tokens": 8}
+    tokens, done = 0, threading.Event()
+
+    def read() -> None:
+        nonlocal tokens
+        given: Any = asked | {"max_tokens": 200, "stream": True, "extra_body": {"ignore_eos": True}}
+        while not done.is_set():
+            with client.completions.create(**given) as stream:
+                for _ in stream:
+                    tokens += 1
+                    if done.is_set():
+                        break
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        while not tokens:
+            time.sleep(0.01)
+        before = tokens
+        for grammar, sentence in EXPLODING:
+            given = asked | {"extra_body": {"structured_outputs": grammar}}
+            if not sentence:
+                assert client.completions.create(**given).choices[0].finish_reason in ("stop", "length")
+                continue
+            with pytest.raises(openai.BadRequestError, match=sentence) as caught:
+                client.completions.create(**given)
+            assert caught.value.param == "structured_outputs"
+        assert tokens > before + len(EXPLODING)
+    finally:
+        done.set()
+        reader.join()

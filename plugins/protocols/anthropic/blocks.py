@@ -10,7 +10,7 @@ from attrs import define, field
 
 from engine.core.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Malformed, Reasoning
 from engine.plugins.protocols.anthropic import signature
-from engine.plugins.protocols.anthropic.partial_json import complete
+from engine.plugins.protocols.anthropic.partial_json import completing
 
 BlockEvent = Mapping[str, Any]
 """One of content_block_start, content_block_delta and content_block_stop, as in a stream."""
@@ -130,12 +130,14 @@ class CollectedBlocks:
         """Note that the call of the last block is complete."""
         self._blocks[-1].is_whole_call = True
 
-    def content(self) -> Iterator[dict[str, Any]]:
-        """The elements of a message's `content`, one at a time."""
+    def content(self) -> Iterator[dict[str, Any] | None]:
+        """The elements of a message's `content`, one at a time, and None amid work on a long one."""
         for block in self._blocks:
             texts = {name: "".join(parts) for name, parts in block.texts.items()}
             given: dict[str, Any] = texts
             if block.start["type"] == TOOL_USE:
                 arguments = texts.get("partial_json", "")
-                given = {"input": msgspec.Raw((arguments if block.is_whole_call else complete(arguments)).encode())}
+                if not block.is_whole_call:
+                    arguments = yield from completing(arguments)
+                given = {"input": msgspec.Raw(arguments.encode())}
             yield {**block.start, **given}

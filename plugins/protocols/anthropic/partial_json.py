@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
+from itertools import count
 
 _TOKEN = re.compile(r'\s*(?:("[^"\\]*(?:\\.[^"\\]*)*")|([{}\[\],:])|([^\s"{}\[\],:]+))', re.DOTALL)
 _CLOSING = {"{": "}", "[": "]"}
 
 
-def complete(text: str) -> str:
+STEPS_AT_A_TIME = 1000
+"""Tokens of JSON that are read without a pause."""
+
+
+def completing(text: str) -> Generator[None, None, str]:
     """The JSON text of the object that `text` begins, with the members and elements that are complete.
+
+    Yields after each millisecond or so of work.
 
     text: a beginning of a JSON object. A number or word at its very end does not count as complete, because it may go
     on. Text of another kind gives an empty object.
@@ -20,7 +28,12 @@ def complete(text: str) -> str:
     """Of the open containers. What comes after `kept` neither opens nor closes one."""
     kept = position = 0
     is_key = False
-    while match := _TOKEN.match(text, position):
+    for step in count(1):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            break
+        if step % STEPS_AT_A_TIME == 0:
+            yield
         position = match.end()
         string, mark, word = match.groups()
         if mark in _CLOSING:

@@ -65,6 +65,9 @@ class MessageWriter(AnswerWriter):
         yield before + name
         separator = b""
         for block in self._collected.content():
+            if block is None:
+                yield b""
+                continue
             yield separator + msgspec.json.encode(block)
             separator = b","
         yield after

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from engine.core.protocols import ApiError, excerpt, template_arguments
+from engine.core.protocols import ApiError, excerpt
 from engine.plugins.protocols.responses.tools import offered_name
 
 CUSTOM_INPUT = "input"
@@ -134,7 +134,7 @@ class _History:
         arguments = _string(item, "arguments", where)
         namespace = _string(item, "namespace", where) if item.get("namespace") is not None else None
         name = offered_name(_string(item, "name", where), namespace)
-        self._add_call(_string(item, "call_id", where), name, template_arguments(arguments))
+        self._add_call(_string(item, "call_id", where), name, arguments)
 
     def _custom_call(self, item: Mapping[str, Any], where: str) -> None:
         _check_fields(item, where, "call_id", "name", "input", "namespace")

@@ -11,12 +11,15 @@ import msgspec
 
 from engine.core.parsers import CallArguments, CallBegin, CallEnd, Content, CustomInput, Event, Malformed, Reasoning
 from engine.core.protocols import sse_event, template_arguments
+from engine.core.protocols.json_values import have_more_values
 from engine.plugins.protocols.responses.input import encrypted
 from engine.plugins.protocols.responses.tools import OfferedTool
 
 COMPLETED = "completed"
 INCOMPLETE = "incomplete"
 IN_PROGRESS = "in_progress"
+MAX_VALUES = 1024
+"""Strings, lists and objects of arguments that are decoded to see whether they are one text."""
 
 Emit = Callable[..., None]
 """Emits an event: its type, and its fields."""
@@ -231,7 +234,7 @@ class CustomCall(Item):
     @staticmethod
     def _read(arguments: str) -> str | None:
         """The input in complete arguments; None if they are others."""
-        found = template_arguments(arguments)
+        found = None if have_more_values([arguments], MAX_VALUES) else template_arguments(arguments)
         return next(iter(found.values())) if isinstance(found, dict) and len(found) == 1 else None
 
 

@@ -33,3 +33,16 @@ def test_other_arguments_are_the_input() -> None:
 
 def test_a_pattern_is_that_of_the_whole_input() -> None:
     assert custom_parameters("a|b")["properties"]["input"]["pattern"] == "^(?:a|b)$"
+
+
+def test_white_space_stands_anywhere_but_in_the_name() -> None:
+    assert "".join(map(CustomInput().feed, ' {\n "input"\t: "a b" }')) == "a b"
+    assert "".join(map(CustomInput().feed, '{"in put": "a"}')) == '{"in put": "a"}'
+    assert CustomInput().feed('{ "inp') == ""
+
+
+def test_white_space_before_the_input_is_not_read_again() -> None:
+    made = CustomInput()
+    assert [made.feed(piece) for piece in ("{", *[" " * 9] * 3)] == [""] * 4
+    assert made._before == ["{", *[" " * 9] * 3]
+    assert made.feed('"input":"a') == "a"

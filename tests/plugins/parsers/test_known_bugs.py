@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from engine.core.grammars import CompiledGrammar, Grammar, GrammarVocabulary, compile_with_tools
-from engine.core.parsers import OutputRules, ToolChoice
+from engine.core.parsers import Content, OutputRules, ToolChoice
 from engine.plugins.grammars.llguidance import LLGuidance
 from engine.plugins.grammars.xgrammar import XGrammar
 from engine.plugins.parsers.gpt_oss import GptOss
 from engine.plugins.parsers.hermes import Hermes
-from engine.plugins.parsers.tagged import ReasoningOptions, ReasoningTags
+from engine.plugins.parsers.tagged import ReasoningOptions, ReasoningTags, TaggedParsing
 from engine.testing.parser_grammars import TOOLS, MarkedVocabulary
 from engine.testing.parsers import Answer
 from tests.plugins.parsers import examples
@@ -175,3 +175,13 @@ def test_the_mark_that_ends_a_call_of_gpt_oss_ends_the_output() -> None:
                 assert matcher.accept(token), (part, token)
         assert matcher.accept(ids["<|call|>"])
         assert matcher.is_terminated
+
+
+def test_white_space_that_may_end_a_text_is_held_in_pieces() -> None:
+    """Joined with each token, it took 60 us per token after 400,000 spaces."""
+    parsing = hermes().begin("", TOOLS)
+    assert isinstance(parsing, TaggedParsing)
+    assert [parsing.feed(piece) for piece in ("a", *["  "] * 3)] == [[Content("a")], [], [], []]
+    assert parsing._held == ["  "] * 3
+    assert parsing.feed(" b ") == [Content(" " * 7 + "b")]
+    assert parsing.end() == [Content(" ")]

@@ -175,7 +175,7 @@ def test_items_of_one_turn_are_one_message() -> None:
         return {"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": text}]}
 
     def called(number: int) -> dict[str, Any]:
-        return {"id": f"call_{number}", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+        return {"id": f"call_{number}", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
     def result(number: int) -> dict[str, Any]:
         return {"role": "tool", "content": "2", "tool_call_id": f"call_{number}", "name": "f"}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
 import pytest
 
 from engine.server.front_end.errors import ApiError
+from engine.server.http.call_arguments import with_arguments
 from engine.server.http.messages import Message, template_message
 from engine.server.http.request_bodies import decode
 
@@ -16,7 +18,8 @@ CALL: dict[str, Any] = {"id": "c1", "type": "function", "function": {"name": "f"
 
 def rendered(**fields: Any) -> dict[str, Any]:
     """What the template receives for the message with these fields."""
-    return template_message(decode(msgspec.json.encode(fields), Message), "messages[3]")
+    message = template_message(decode(msgspec.json.encode(fields), Message), "messages[3]")
+    return dict(with_arguments([message], 1000, "messages")[0])
 
 
 def test_a_call_and_its_result_reach_the_template() -> None:
@@ -42,6 +45,21 @@ def test_arguments_are_an_object_unless_they_were_cut_short(text: str, arguments
     call = CALL | {"function": {"name": "f", "arguments": text}}
     [found] = rendered(role="assistant", tool_calls=[call])["tool_calls"]
     assert found["function"]["arguments"] == arguments
+
+
+def test_arguments_of_many_values_are_refused_before_they_are_decoded() -> None:
+    def call(arguments: str) -> dict[str, Any]:
+        return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+    for arguments in ('{"a": [' + "[]," * 999, '{"a": [' + "1," * 9000, '{"a": ["x\\\\", ' + '"a",' * 1000):
+        with pytest.raises(ApiError, match="more than 1000 strings, lists and objects") as caught:
+            with_arguments([call(arguments)], 1000, "input")
+        assert (caught.value.status, caught.value.param) == (413, "input")
+    with pytest.raises(ApiError, match=r"server\.max_body_values"):
+        with_arguments([call('{"a": [' + "[]," * 100 + "1]}")] * 11, 1000, "input")
+    code = json.dumps({"a": "f([{x, y}])" * 1000 + '"' * 5000})
+    [message] = with_arguments([call(code)], 1000, "input")
+    assert message["tool_calls"][0]["function"]["arguments"] == json.loads(code)
 
 
 def test_an_answer_of_openais_client_is_accepted_as_it_is() -> None:

@@ -42,7 +42,7 @@ YES = Grammar.choice(["yes"])
 def planned(parser: Parser[Any] | None, **given: Any) -> Output:
     tools = [FunctionTool(name="f", strict=given.pop("strict", False)), FunctionTool(name="g")]
     conversation = Conversation(messages=[], **({"tools": tools} | given))
-    service = cast("Service", SimpleNamespace(parser=parser, parser_tokens=frozenset()))
+    service = cast("Service", SimpleNamespace(parser=parser, parser_tokens=frozenset(), max_grammar_chars=1000))
     offered = offered_tools(conversation.tools, conversation.tool_choice, readable=True)
     return planned_output(service, conversation, offered, "")
 
@@ -62,6 +62,19 @@ def test_a_parser_that_does_not_describe_its_format_is_named(given: Any, param: 
         planned(PLAIN, **given)
     assert caught.value.param == param
     assert planned(HERMES, **given).grammar is not None
+
+
+def test_a_grammar_that_the_engine_would_refuse_for_its_length_is_not_sent() -> None:
+    long = Grammar.choice(["y" * 1000])
+    strict = [FunctionTool(name="f", parameters={"enum": ["y" * 1000]}, strict=True)]
+    for given, param in (
+        ({"grammar": long}, "response_format"),
+        ({"grammar": long, "tools": []}, "response_format"),
+        ({"tools": strict}, "tools"),
+    ):
+        with pytest.raises(ApiError, match=r"at most 1000 \(grammar.max_chars\)") as caught:
+            planned(HERMES, **cast("Any", given))
+        assert caught.value.param == param
 
 
 def test_such_a_parser_serves_all_else() -> None:

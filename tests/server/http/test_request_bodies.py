@@ -7,16 +7,15 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from engine.core.protocols.json_values import NUMBERS_PER_VALUE, surely_fits
 from engine.server.front_end.errors import ApiError
 from engine.server.http.request_bodies import (
-    NUMBERS_PER_VALUE,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
     check_values,
     decode,
-    surely_fits,
 )
 
 COMPLETION = {"model": "m", "prompt": "p"}

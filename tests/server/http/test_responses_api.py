@@ -421,3 +421,29 @@ def test_an_unknown_model_and_parameter_are_refused_in_openais_shape(client: ope
     with pytest.raises(openai.BadRequestError) as unknown:
         respond(client, "x", extra_body={"rhyme": 1})
     assert (unknown.value.code, unknown.value.param) == ("unknown_parameter", "rhyme")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        ("chat/completions", {"messages": 0, "tools": [{"type": "function", "function": {"name": "weather"}}]}),
+        ("responses", {"input": 0, "tools": [{"type": "function", "name": "weather"}]}),
+        ("messages", {"messages": 0, "max_tokens": 99, "tools": [{"name": "weather", "input_schema": {}}]}),
+    ],
+)
+def test_a_hang_up_within_a_tool_call_aborts_the_request(
+    hermes: Any, path: str, given: dict[str, Any], stream: bool
+) -> None:
+    def metric(name: str) -> float:
+        return cast("float", hermes.metrics()[name])
+
+    aborted = 'engine_requests_finished_total{finish_reason="abort"}'
+    before = metric(aborted)
+    said = 'say <tool_call>{"name": "weather", "arguments": {"city": "Ro and so on'
+    body = {name: [{"role": "user", "content": said}] if value == 0 else value for name, value in given.items()}
+    with hermes.asked(body | {"model": MODEL, "stream": stream}, path=path, until=b"weather" if stream else b""):
+        hermes.until(lambda: metric("engine_num_requests_running") == 1, 5)
+        assert metric(aborted) == before
+    hermes.until(lambda: metric(aborted) == before + 1, 5)
+    hermes.until(lambda: metric("engine_num_requests_running") == 0)

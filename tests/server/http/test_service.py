@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import pytest
 
 from engine.core.config import EngineConfig
+from engine.core.protocols.json_values import json_size
 from engine.core.types import SamplingParams
 from engine.server.front_end.errors import ApiError
 from engine.server.http.request_bodies import Message
@@ -89,3 +91,27 @@ def test_streams_get_their_turns_while_prompts_are_tokenized(service: Service) -
         return turns
 
     assert asyncio.run(main()) >= 256 * 8191 // 2**16
+
+
+def test_only_long_work_runs_in_a_thread(service: Service) -> None:
+    def on_loop(*values: object, least: int = 0) -> bool:
+        return asyncio.run(service.work(threading.current_thread, least, *values)) is threading.current_thread()
+
+    text = "x" * THREAD_CHARS
+    assert on_loop({"a": ["x"] * 10, "b": None}, ["y"])
+    assert on_loop(text[:5000])
+    for long in (text, [text], {"a": {text: 1}}, [["x"] * THREAD_CHARS], [1] * THREAD_CHARS):
+        assert not on_loop("x", long)
+    assert not on_loop(text[:5000], text[:5000])
+    assert not on_loop("x", least=THREAD_CHARS)
+
+
+def test_the_size_of_values_is_counted_no_further_than_to_the_limit() -> None:
+    assert json_size([{"key": "text", "other": [1, None]}], 1000) in range(20, 60)
+
+    class Untouched(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError("read beyond the limit")
+
+    assert json_size(Untouched(range(100)), 100) >= 100
+    assert json_size([Untouched(range(50))] * 1000, 52) >= 52

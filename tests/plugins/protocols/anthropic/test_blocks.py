@@ -75,7 +75,8 @@ def collected(parts: Sequence[BlockEvent]) -> list[dict[str, Any]]:
     blocks = CollectedBlocks()
     for part in parts:
         blocks.add(part)
-    content: list[dict[str, Any]] = json.loads(msgspec.json.encode(list(blocks.content())))
+    found = [one for one in blocks.content() if one is not None]
+    content: list[dict[str, Any]] = json.loads(msgspec.json.encode(found))
     return content
 
 

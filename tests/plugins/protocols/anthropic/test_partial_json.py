@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from engine.plugins.protocols.anthropic.partial_json import complete
+from engine.plugins.protocols.anthropic.partial_json import STEPS_AT_A_TIME, completing
 
 TEXTS = st.text(alphabet='"\\{}[],: a1\né', max_size=4)
 SCALARS = st.sampled_from([None, True, False, 0, -1.5e300, 12]) | TEXTS
@@ -14,6 +14,22 @@ VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3), max_leaves=6
 )
 OBJECTS = st.dictionaries(TEXTS, VALUES, max_size=3)
+
+
+def complete(text: str) -> str:
+    """The completed text."""
+    return _driven(text)[0]
+
+
+def _driven(text: str) -> tuple[str, int]:
+    """The completed text, and the number of pauses."""
+    steps, pauses = completing(text), 0
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return str(end.value), pauses
+        pauses += 1
 
 
 def is_beginning(part: Any, whole: Any) -> bool:
@@ -57,3 +73,8 @@ def test_what_is_incomplete_is_left_out(text: str, expected: str) -> None:
 def test_the_time_is_proportional_to_the_text() -> None:
     text = '{"a": [' * 20_000 + "1"
     assert complete(text) == '{"a": [' * 20_000 + "]}" * 20_000
+
+
+def test_a_long_text_is_completed_with_pauses() -> None:
+    assert _driven('{"a": 1')[1] == 0
+    assert _driven('{"a":' * 10 * STEPS_AT_A_TIME)[1] == 30
