@@ -54,9 +54,9 @@ SETTLE = 0.5
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 TEMPLATE = (
-    "{% for tool in tools or [] %}{{ (tool | tojson)[:30] }}\n{% endfor %}{% for message in messages %}{{ message.role }}"
-    ": {{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
-    "\n{% endfor %}"
+    "{% for tool in tools or [] %}{{ (tool | tojson)[:30] }}\n{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}\n{% endfor %}"
     "{# <tool_call> #}"
 )
 """A chat template that writes calls, and the beginning of each tool, so that the context holds them."""
@@ -80,6 +80,9 @@ class StandIn(PacedEngine):
         self._params: dict[str, SamplingParams] = {}
         self._prompts: dict[str, int] = {}
         self._tokenizer = Tokenizer.of_model(config.model)
+        self._script_tokens = {
+            name: self._tokenizer.encode(text, add_special_tokens=False) for name, text in SCRIPTS.items()
+        }
         self._scripts: dict[str, Iterator[tuple[int, ...]]] = {}
 
     def add(self, request: Request) -> None:
@@ -87,7 +90,7 @@ class StandIn(PacedEngine):
         self._params[request.id] = request.params
         end = self._tokenizer.decode(request.prompt[-16:])
         if (said := re.search(r"say (\w+)\s*$", end)) and said[1] in SCRIPTS:
-            tokens = self._tokenizer.encode(SCRIPTS[said[1]], add_special_tokens=False)[: request.params.max_tokens]
+            tokens = self._script_tokens[said[1]][: request.params.max_tokens]
             size = -(-len(tokens) // SCRIPT_STEPS)
             self._scripts[request.id] = (tuple(tokens[at : at + size]) for at in range(0, len(tokens), size))
         if request.params.prompt_logprobs is not None:
@@ -168,9 +171,9 @@ ONE_CHAT = '{"model":"bench","messages":[{"role":"user","content":"x"}],'
 
 
 def tool(size: int, number: int = 0, strict: bool = False) -> dict[str, Any]:
-    """A tool of about `size` characters, in 40 strings and objects."""
-    names = [f"p{at}" for at in range(10)]
-    properties = {name: {"type": "string", "pattern": "a" * (size // 10 - 60)} for name in names}
+    """A tool of about `size` characters, in 40 strings, lists and objects."""
+    names = [f"p{at}" for at in range(5)]
+    properties = {name: {"type": "string", "pattern": "a" * (size // 5 - 60)} for name in names}
     parameters = {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
     return {"name": f"f{number}", "parameters": parameters, **({"strict": True} if strict else {})}
 
