@@ -12,39 +12,39 @@ from engine.core.schedulers.growing_tokens import GrowingTokens
 from engine.core.tokens import TOKEN_BYTES, TOKEN_TYPE, Tokens, packed
 
 DIGEST_BYTES = 16
-PAGE = 64
+RUN = 64
 """Blocks whose digests are kept together."""
 
 _PACKED = (GrowingTokens, Tokens)
 
 
 class DigestCache:
-    """Digests of pages that were hashed before: a prompt that comes again, with more behind it, is not hashed again.
+    """Digests of runs of blocks: a prompt that comes again, with more behind it, is not hashed again.
 
-    A page is found by its tokens and the digest before it, both compared in full.
+    A run is found by its tokens and the digest before it, both compared in full.
     """
 
     def __init__(self, max_blocks: int) -> None:
-        """max_blocks: blocks whose digests are kept; beyond that the least recently used page is forgotten."""
-        self._max_pages = max_blocks // PAGE
-        self._pages: OrderedDict[tuple[bytes, bytes], list[bytes]] = OrderedDict()  # least recently used first
+        """max_blocks: blocks whose digests are kept; beyond that the least recently used run is forgotten."""
+        self._max_runs = max_blocks // RUN
+        self._runs: OrderedDict[tuple[bytes, bytes], list[bytes]] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
-        """Number of pages."""
-        return len(self._pages)
+        """Number of runs."""
+        return len(self._runs)
 
     def digests(self, before: bytes, tokens: bytes) -> list[bytes]:
-        """Digests of the blocks of a page. before: the digest of the block before it. tokens: of the page, packed."""
+        """Digests of the blocks of a run. before: the digest of the block before it. tokens: of the run, packed."""
         key = before, tokens
-        found = self._pages.get(key)
+        found = self._runs.get(key)
         if found is not None:
-            self._pages.move_to_end(key)
+            self._runs.move_to_end(key)
             return found
-        found = _digests(before, tokens, len(tokens) // PAGE)
-        if self._max_pages:
-            if len(self._pages) >= self._max_pages:
-                self._pages.popitem(last=False)
-            self._pages[key] = found
+        found = _digests(before, tokens, len(tokens) // RUN)
+        if self._max_runs:
+            if len(self._runs) >= self._max_runs:
+                self._runs.popitem(last=False)
+            self._runs[key] = found
         return found
 
 
@@ -97,9 +97,9 @@ class HashChain:
         pack = tokens.packed if isinstance(tokens, _PACKED) else partial(_packed, tokens)
         begin = len(digests)
         while begin < count:
-            end = min(count, (begin // PAGE + 1) * PAGE)
+            end = min(count, (begin // RUN + 1) * RUN)
             data = pack(begin * size, end * size)
-            if self._cache is not None and end - begin == PAGE:
+            if self._cache is not None and end - begin == RUN:
                 digests += self._cache.digests(self._last, data)
             else:
                 digests += _digests(self._last, data, size * TOKEN_BYTES)

@@ -9,7 +9,7 @@ from engine.core.schedulers import hash_chain
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.grouped_block_manager import GroupedBlockManager
 from engine.core.schedulers.growing_tokens import GrowingTokens
-from engine.core.schedulers.hash_chain import PAGE, DigestCache, HashChain
+from engine.core.schedulers.hash_chain import RUN, DigestCache, HashChain
 from engine.core.tokens import Tokens
 from engine.core.types import FULL, BlockKind
 
@@ -23,7 +23,7 @@ def digests(tokens: list[int], salt: str = "", cache: DigestCache | None = None)
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 600), st.integers(0, 3), st.sampled_from(["", "a"])), min_size=1, max_size=6),
-    st.sampled_from([0, PAGE, 3 * PAGE, 100 * PAGE]),
+    st.sampled_from([0, RUN, 3 * RUN, 100 * RUN]),
 )
 def test_kept_digests_are_those_that_would_be_computed(sent: list[tuple[int, int, str]], blocks: int) -> None:
     cache = DigestCache(blocks)
@@ -32,14 +32,14 @@ def test_kept_digests_are_those_that_would_be_computed(sent: list[tuple[int, int
         if changed < length:
             tokens[changed * length // 4] = 7777
         assert digests(tokens, salt, cache) == digests(tokens, salt)
-        assert len(cache) <= blocks // PAGE
+        assert len(cache) <= blocks // RUN
 
 
 def test_digests_do_not_depend_on_how_far_they_are_computed_at_a_time() -> None:
-    tokens = list(range(SIZE * (2 * PAGE + 9)))
-    chain, cache = HashChain(SIZE), DigestCache(10 * PAGE)
+    tokens = list(range(SIZE * (2 * RUN + 9)))
+    chain, cache = HashChain(SIZE), DigestCache(10 * RUN)
     one_by_one = [chain.digest(tokens, block) for block in range(len(tokens) // SIZE)]
-    for at in (1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE):
+    for at in (1, RUN - 1, RUN, RUN + 1, 2 * RUN):
         partly = HashChain(SIZE, cache=cache)
         assert partly.first(tokens, at) == one_by_one[:at]
         assert partly.first(Tokens(tokens), len(one_by_one)) == one_by_one
@@ -75,24 +75,24 @@ def test_a_prompt_that_comes_again_is_hashed_only_where_it_is_new(monkeypatch: p
         "_digests",
         lambda before, tokens, size: hashed.append(len(tokens) // size) or compute(before, tokens, size),
     )
-    cache = DigestCache(8 * PAGE)
-    tokens = list(range(SIZE * (3 * PAGE + 5)))
+    cache = DigestCache(8 * RUN)
+    tokens = list(range(SIZE * (3 * RUN + 5)))
     digests(tokens, "", cache)
-    assert sum(hashed) == 3 * PAGE + 5
+    assert sum(hashed) == 3 * RUN + 5
     hashed.clear()
     digests(tokens + list(range(SIZE * 3)), "", cache)
-    assert sum(hashed) == 8, "the blocks of the page that was not full"
+    assert sum(hashed) == 8, "the blocks of the run that was not full"
     hashed.clear()
     digests(tokens, "other", cache)
-    assert sum(hashed) == 3 * PAGE + 5
+    assert sum(hashed) == 3 * RUN + 5
 
 
-def test_the_least_recently_used_page_is_forgotten() -> None:
-    cache = DigestCache(2 * PAGE)
-    first, second, third = ([seed] * SIZE * PAGE for seed in range(3))
+def test_the_least_recently_used_run_is_forgotten() -> None:
+    cache = DigestCache(2 * RUN)
+    first, second, third = ([seed] * SIZE * RUN for seed in range(3))
     for tokens in (first, second, first, third):
         digests(tokens, "", cache)
-    kept = {key[1] for key in cache._pages}
+    kept = {key[1] for key in cache._runs}
     assert kept == {bytes(Tokens(first).pack()), bytes(Tokens(third).pack())}
 
 
@@ -101,7 +101,7 @@ def test_the_least_recently_used_page_is_forgotten() -> None:
 )
 def test_block_managers_keep_the_digests_that_lookups_compute(kinds: tuple[BlockKind, ...]) -> None:
     manager = (
-        BlockManager(4 * PAGE, SIZE) if kinds == (FULL,) else GroupedBlockManager(4 * PAGE, SIZE, kinds, max_chunk=64)
+        BlockManager(4 * RUN, SIZE) if kinds == (FULL,) else GroupedBlockManager(4 * RUN, SIZE, kinds, max_chunk=64)
     )
-    manager.lookup(range(SIZE * 3 * PAGE + 1), manager.chain(""))
+    manager.lookup(range(SIZE * 3 * RUN + 1), manager.chain(""))
     assert len(manager._digest_cache) == 3
