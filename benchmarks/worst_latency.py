@@ -31,8 +31,7 @@ from attrs import define, field
 
 import engine.demo
 from engine.cli.bench.report import Row, report, write
-from engine.core.config import EngineConfig, ExecutorConfig, ModelConfig, ServerConfig
-from engine.core.config.tree import ParserConfig
+from engine.core.config import EngineConfig, ExecutorConfig, ModelConfig, ParserConfig, ServerConfig
 from engine.core.device import find_device
 from engine.core.text import Tokenizer
 from engine.core.types import FINISH_LENGTH, Output, Request, SamplingParams, TokenLogprobs

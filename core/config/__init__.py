@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         EngineConfig as EngineConfig,
         ExecutorConfig as ExecutorConfig,
         ModelConfig as ModelConfig,
+        ParserConfig as ParserConfig,
         PluginsConfig as PluginsConfig,
         ServerConfig as ServerConfig,
     )
@@ -51,6 +52,7 @@ __getattr__, __dir__, __all__ = exports(
         "EngineConfig",
         "ExecutorConfig",
         "ModelConfig",
+        "ParserConfig",
         "PluginsConfig",
         "ServerConfig",
     ),

@@ -42,6 +42,13 @@ if TYPE_CHECKING:
         ApiError as ApiError,
         excerpt as excerpt,
     )
+    from engine.core.protocols.json_values import (
+        NUMBERS_PER_VALUE as NUMBERS_PER_VALUE,
+        have_more_values as have_more_values,
+        json_size as json_size,
+        surely_fits as surely_fits,
+        value_counts as value_counts,
+    )
     from engine.core.protocols.routes import API as API, Call as Call, Reply as Reply, Routes as Routes
 
 __getattr__, __dir__, __all__ = exports(
@@ -50,5 +57,6 @@ __getattr__, __dir__, __all__ = exports(
     conversation=("Conversation", "FunctionTool", "ParameterNames", "ToolChoice", "template_arguments"),
     decode=("convert", "explain", "invalid"),
     errors=("ECHO_CHARS", "MAX_MESSAGE", "ApiError", "excerpt"),
+    json_values=("NUMBERS_PER_VALUE", "have_more_values", "json_size", "surely_fits", "value_counts"),
     routes=("API", "Call", "Reply", "Routes"),
 )

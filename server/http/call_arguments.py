@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.core.protocols import template_arguments
-from engine.core.protocols.json_values import NUMBERS_PER_VALUE, have_more_values
+from engine.core.protocols import NUMBERS_PER_VALUE, have_more_values, template_arguments
 from engine.server.front_end.errors import ApiError
 
 Message = Mapping[str, Any]

@@ -9,8 +9,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from engine.core.config import ServerConfig
-from engine.core.protocols import explain
-from engine.core.protocols.json_values import NUMBERS_PER_VALUE, surely_fits, value_counts
+from engine.core.protocols import NUMBERS_PER_VALUE, explain, surely_fits, value_counts
 from engine.server.front_end.errors import ApiError
 from engine.server.http.chat_tools import Tool
 from engine.server.http.errors import invalid

@@ -14,7 +14,7 @@ from attrs import frozen
 
 from engine.core.config import EngineConfig, ServerConfig, served_name
 from engine.core.parsers import Parser
-from engine.core.protocols.json_values import json_size
+from engine.core.protocols import json_size
 from engine.core.text import TokenCache, Tokenizer
 from engine.core.tokens import Tokens
 from engine.core.types import Request, SamplingParams

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from engine.core.parsers import CallArguments, CallBegin, CallEnd, Content, CustomInput, Event, Malformed, Reasoning
-from engine.core.protocols import sse_event, template_arguments
-from engine.core.protocols.json_values import have_more_values
+from engine.core.protocols import have_more_values, sse_event, template_arguments
 from engine.plugins.protocols.responses.input import encrypted
 from engine.plugins.protocols.responses.tools import OfferedTool
 

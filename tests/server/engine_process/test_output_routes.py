@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from engine.core.types import EngineStats, Output, RequestTimes, TokenLogprobs
@@ -50,7 +52,8 @@ def test_outputs_with_more_than_tokens_are_sent_in_full() -> None:
     assert list(routes.group([plain, Output(request="a", tokens=(9,))], None)) == [(A, Outputs([2], [1], [4], []))]
 
 
-def test_log_probabilities_of_a_prompt_are_sent_in_slices() -> None:
+def test_log_probabilities_of_a_prompt_are_sent_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_routes, "PACK_SECONDS", math.inf)  # all slices in one call
     routes = make_routes()
     routes.add(A, 7, ["x"])
     entries = tuple(TokenLogprobs(token=token, logprob=-1.0, rank=1, top=((token, -1.0),)) for token in range(300))

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from engine.core.protocols.json_values import NUMBERS_PER_VALUE, surely_fits
+from engine.core.protocols import NUMBERS_PER_VALUE, surely_fits
 from engine.server.front_end.errors import ApiError
 from engine.server.http.request_bodies import (
     ChatBody,

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from engine.core.config import EngineConfig
-from engine.core.protocols.json_values import json_size
+from engine.core.protocols import json_size
 from engine.core.types import SamplingParams
 from engine.server.front_end.errors import ApiError
 from engine.server.http.request_bodies import Message
