@@ -67,6 +67,10 @@ class PacedEngine:
             dtype="float32",
         )
 
+    def can_add(self, request: Request) -> bool:
+        """Whether `add` would not wait; this engine compiles no grammars."""
+        return True
+
     def add(self, request: Request) -> None:
         self._counts[request.id] = 0
 
