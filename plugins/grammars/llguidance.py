@@ -181,7 +181,6 @@ class _Matcher(GrammarMatcher):
 
     @classmethod
     def fill_batch(cls, matchers: Sequence[GrammarMatcher], masks: npt.NDArray[np.int32]) -> list[Exception | None]:
-        """See GrammarMatcher."""
         if len(matchers) < MIN_PARALLEL or _cores() < MIN_CORES:
             return list(super().fill_batch(matchers, masks))
         assert masks.flags.c_contiguous
