@@ -130,7 +130,7 @@ def template_variables(service: Service, conversation: Conversation) -> Mapping[
             raise invalid(f"{names.variables} must not contain {name}", names.variables)
     if effort is None:
         return variables
-    template = service.parser.templates.chat if service.parser is not None else ""
+    template = service.chat_template
     switch = reasoning_switch(template)
     found: dict[str, Any] = {}
     if EFFORT in variables_of(template):

@@ -7,16 +7,14 @@ from typing import Any, cast
 
 import pytest
 
-from engine.core.parsers import Templates
 from engine.core.protocols import Conversation
-from engine.plugins.parsers.none import NoParser
 from engine.server.front_end.errors import ApiError
 from engine.server.http.conversation import template_variables
 
 
 def variables(chat: str, reasoning_effort: str | None = None, chat_template_kwargs: Any = None) -> Any:
     """The variables of a template for a request with these parameters."""
-    service = SimpleNamespace(parser=NoParser(None, Templates(chat=chat)))
+    service = SimpleNamespace(chat_template=chat)
     conversation = Conversation(messages=[], variables=chat_template_kwargs or {}, effort=reasoning_effort)
     return template_variables(cast("Any", service), conversation)
 
