@@ -387,6 +387,13 @@ class ServerConfig:
     log_level: str = setting(
         "warning", "Least severity that is logged.", flag="--log-level", choices=("debug", "info", "warning", "error")
     )
+    metrics_names: str = setting(
+        "engine",
+        "Names at /metrics. vllm: vLLM's names, labels and buckets for what vLLM has too, so that its dashboards and"
+        " autoscalers work unchanged; both: under both names.",
+        flag="--metrics-names",
+        choices=("engine", "vllm", "both"),
+    )
     max_body_bytes: int = setting(8 * 2**20, "Maximum request body, bytes.")
     max_body_values: int = setting(
         65536, "Maximum strings, lists and objects in a request body; of numbers, 8 times as many are allowed."
