@@ -35,7 +35,6 @@ from engine.cli.bench.level import percentile
 from engine.cli.bench.load import Load, make_load, opened, random_tokens, run_load
 from engine.cli.bench.report import Row, engine_settings, report, write
 from engine.core.config import load_config
-from engine.core.config.default_model import demo_model
 from engine.core.engine import Engine
 from engine.core.errors import EngineError
 from engine.core.types import Request, SamplingParams
@@ -116,8 +115,8 @@ def measure(case: Case, model: str, given: dict[str, str], sizes: Sizes) -> dict
     if overrides.get("scheduler.max_batch_tokens") == "whole prompts":
         overrides["scheduler.max_batch_tokens"] = sizes.arriving * sizes.long
     with tempfile.TemporaryDirectory() as directory, case.replaced():
-        path = demo_model() if model == "demo" else str(write_model(Path(directory), model, tokenizer=True))
-        overrides["model.path"] = path
+        if model != "demo":
+            overrides["model.path"] = str(write_model(Path(directory), model, tokenizer=True))
         with opened(load_config(overrides=overrides).config, policy) as engine:
             figures = LOADS[case.load](engine, case, sizes)
     return {"figures": figures, "machine": engine.cache_info.device, "settings": engine_settings(engine)}

@@ -9,6 +9,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
@@ -23,9 +24,6 @@ def batch_built_anew() -> Iterator[None]:
     Each step lists the decoding sequences again, builds their sampling batch, and with CUDA graphs sends their rows and
     positions to the device.
     """
-    from engine.core.runner.cuda_graphs import DecodeGraphs
-    from engine.core.sampling.sampler import Sampler
-    from engine.core.schedulers.decode_set import DecodeSet
 
     def forgetting(method: Callable[..., Any], forget: Callable[[Any], None]) -> Callable[..., Any]:
         def call(self: Any, *arguments: Any) -> Any:
@@ -34,22 +32,22 @@ def batch_built_anew() -> Iterator[None]:
 
         return call
 
-    def forget_members(self: DecodeSet) -> None:
+    def forget_members(self: Any) -> None:
         self._changed, self._numbers = True, (-1,)
 
-    def forget_batch(self: Sampler) -> None:
+    def forget_batch(self: Any) -> None:
         self._batch = None
 
-    def forget_rows(self: DecodeGraphs) -> None:
+    def forget_rows(self: Any) -> None:
         self._current = None
 
     with ExitStack() as stack:
-        for cls, name, forget in (
-            (DecodeSet, "members", forget_members),
-            (Sampler, "_batch_of", forget_batch),
-            (DecodeGraphs, "_send", forget_rows),
+        for method, forget in (
+            ("engine.core.schedulers.decode_set.DecodeSet.members", forget_members),
+            ("engine.core.sampling.sampler.Sampler._batch_of", forget_batch),
+            ("engine.core.runner.cuda_graphs.DecodeGraphs._send", forget_rows),
         ):
-            stack.enter_context(patch.object(cls, name, forgetting(getattr(cls, name), forget)))
+            stack.enter_context(patch(method, forgetting(resolve_name(method), forget)))
         yield
 
 
@@ -92,9 +90,7 @@ def blocking_copies() -> Iterator[None]:
 @contextmanager
 def no_greedy_path() -> Iterator[None]:
     """Greedy batches take the path of drawn tokens, on which greedy rows take the most likely token too."""
-    from engine.core.sampling.sampler import Sampler
-
-    with patch.object(Sampler, "sampling_path", lambda self, sequences: self.draw_path):
+    with patch("engine.core.sampling.sampler.Sampler.sampling_path", lambda self, sequences: self.draw_path):
         yield
 
 
