@@ -39,6 +39,7 @@ from engine.core.plugin_host.faults import PluginCall, name_fault
 from engine.core.plugin_host.registry import Plugins, load_plugins
 from engine.core.plugin_host.selection import check_names
 from engine.core.quant.base import QuantMethod
+from engine.core.schedulers.cache_metrics import CacheMetrics
 from engine.core.schedulers.grouped_block_manager import make_block_manager
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.scheduler import Scheduler
@@ -165,17 +166,21 @@ class Engine:
 
     def _start_scheduling(self) -> None:
         """Build the scheduler over the executor's KV cache, and the state of the step loop."""
+        cache = self.config.cache
+        cache_metrics = CacheMetrics(self.cache_info.kinds, sample=cache.metrics_sample) if cache.metrics else None
         self._scheduler = Scheduler(
             self.parts.policy,
             make_block_manager(
                 self.cache_info,
                 max_chunk=self.config.scheduler.max_batch_tokens,
-                prefix_caching=self.config.cache.prefix_caching,
+                prefix_caching=cache.prefix_caching,
+                observer=cache_metrics,
             ),
             max_batch_tokens=self.config.scheduler.max_batch_tokens,
             max_running=self.config.scheduler.max_running,
             max_len=self.max_len,
             eos_tokens=self.checkpoint.eos_tokens(),
+            cache_metrics=cache_metrics,
         )
         overlap = self.config.scheduler.overlap
         self._steps_ahead = int(self._executor.asynchronous if overlap == "auto" else overlap == "on")

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 import msgspec
 from attrs import evolve, field, frozen
 
+from engine.core.cache_stats import CacheStats
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars.grammar import Grammar
 from engine.core.tokens import Tokens
@@ -446,3 +447,5 @@ class EngineStats:
     """Kernels compiled, or loaded from the kernel cache, by steps: each delays all requests of its step."""
     graphs_captured: int = 0
     """CUDA graphs captured by steps: each delays all requests of its step."""
+    cache: CacheStats | None = None
+    """What `cache.metrics` measures; None: it is off."""

@@ -18,6 +18,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "executor.threads": (0, 4096),
     "cache.block_size": (1, 1024),
     "cache.memory_fraction": (0, 1),
+    "cache.metrics_sample": (0, 1),
     "grammar.max_chars": (1, 2**24),
     "grammar.max_depth": (1, 1000),
     "grammar.compile_timeout": (1, 3600),

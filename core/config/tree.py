@@ -219,6 +219,18 @@ class CacheConfig:
         aliases=("kv_cache_dtype",),
         choices=(AUTO, "float32", "bfloat16", "float16", FLOAT8, *KV_DTYPES),
     )
+    metrics: bool = setting(
+        False,
+        "Measure how long KV blocks stay and when they are reused, hits by tenant, and fragmentation.",
+        flag="--kv-metrics",
+        aliases=("kv_cache_metrics",),
+    )
+    metrics_sample: float = setting(
+        0.01,
+        "Share of KV blocks whose times are measured, drawn at each allocation.",
+        flag="--kv-metrics-sample",
+        aliases=("kv_cache_metrics_sample",),
+    )
 
 
 @frozen(kw_only=True)

@@ -31,8 +31,10 @@ from typing import Any, NamedTuple
 
 import attrs
 
+from engine.core.cache_stats import CacheStats
 from engine.core.errors import ExecutorError, InvalidRequestError
 from engine.core.schedulers.block_manager import BlockManager
+from engine.core.schedulers.cache_metrics import CacheMetrics
 from engine.core.schedulers.checked_policy import CheckedPolicy
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.queues import Queues
@@ -79,7 +81,9 @@ class Scheduler:
         max_running: int,
         max_len: int,
         eos_tokens: frozenset[int],
+        cache_metrics: CacheMetrics | None = None,
     ) -> None:
+        """cache_metrics: those that observe `blocks`; None: the cache is not measured."""
         self._counter = StepCounter()
         self._queues = Queues(blocks, self._counter)
         self._policy = CheckedPolicy(policy, self._queues.requests)
@@ -91,6 +95,7 @@ class Scheduler:
             max_running=max_running,
         )
         self._blocks = blocks
+        self._cache_metrics = self._planner.cache_metrics = cache_metrics
         self._max_running = max_running
         self._max_len = max_len
         self._eos_tokens = eos_tokens
@@ -125,6 +130,7 @@ class Scheduler:
             generation_tokens=self._generation_tokens,
             steps=self._counter.steps_committed,
             policy_faults=self._policy.faults,
+            cache=self._cache_stats(self._cache_metrics) if self._cache_metrics is not None else None,
         )
 
     def add(self, request: Request) -> None:
@@ -160,6 +166,10 @@ class Scheduler:
             return None
         self._queues.retire(state)
         return Output(request=request_id, finish_reason=FINISH_ABORT, cached_tokens=state.cached_tokens)
+
+    def reset_prefix_cache(self) -> int:
+        """Empty the prefix cache and return the number of blocks freed; running requests keep their own blocks."""
+        return self._blocks.forget_prefixes()
 
     def schedule(self, now: float) -> Step | None:
         """Plan the next step; None if there is no work, or none before the result of a step in flight is committed."""
@@ -201,6 +211,19 @@ class Scheduler:
         for state in self._queues.requests.values():
             assert state.in_flight == (state in in_flight), "a request is wrong about being in flight"
 
+    def _cache_stats(self, metrics: CacheMetrics) -> CacheStats:
+        blocks = self._blocks
+        unfilled = sum(
+            blocks.unfilled_slots(number, max(state.prefill_len, state.computed))
+            for number, state in self._queues.running.items()
+        )
+        unreachable = sum(groups * blocks.count_cached(entries) for groups, entries in metrics.unreachable())
+        return metrics.stats(
+            unfilled_slots=unfilled,
+            unreachable_slots=unreachable * blocks.block_size,
+            total_slots=blocks.num_blocks * blocks.block_size,
+        )
+
     def _build_step(self, plan: StepPlan) -> Step:
         """Commit the plan and build the Step."""
         queues, counter = self._queues, self._counter
@@ -212,7 +235,10 @@ class Scheduler:
         for state, chunk in plan.chunks.items():
             known = state.cached_tokens
             sample = state.plan_chunk(*chunk)
-            self._prefix_hits += state.cached_tokens - known
+            if state.cached_tokens > known:
+                self._prefix_hits += state.cached_tokens - known
+                if self._cache_metrics is not None:
+                    self._cache_metrics.count_hits(state.request.salt, state.cached_tokens - known)
             self._blocks.register(state.sequence, state.tokens, state.chain, chunk.start + chunk.num_tokens)
             chunks.append(PrefillChunk(state.sequence, *chunk, sample))
             if sample:

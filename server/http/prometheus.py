@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from engine.core.types import EngineStats
+from engine.server.http.cache_metrics import cache_metrics
 from engine.server.shared.metrics_table import Histogram, MetricsTable
 
 
@@ -50,6 +51,7 @@ class PrometheusExporter(Collector):
         yield engines.gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", _usage)
         yield engines.by_state()
         yield from engines.by_kind()
+        yield from engines.of_cache()
         yield engines.counter(
             "prefix_cache_queries",
             "Prompt tokens looked up in the prefix cache.",
@@ -131,6 +133,10 @@ class _EngineMetrics:
             labels = [*self._label, "kind", "state"]
             text = "KV blocks held by each kind of layers, by state."
             yield self._fill(GaugeMetricFamily("engine_kv_blocks_by_kind", text, labels=labels), _blocks_by_kind)
+
+    def of_cache(self) -> list[Metric]:
+        """What `cache.metrics` measures."""
+        return cache_metrics([(labels, report.stats.cache) for labels, report in self._engines], self._label)
 
     def by_phase(self) -> Iterator[Metric]:
         """The time spent in each phase, of steps and of the start."""

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from engine.core import types
+from engine.core.cache_stats import CacheStats, Durations
 from engine.core.config.tree import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core.errors import EngineError
 from engine.core.executors.wire import MessageDecoder, encode
@@ -70,6 +71,16 @@ MESSAGES = [
     types.FULL,
     types.EngineStats(
         running=3, prefix_hits=2**40, blocks_by_kind=(("full", 1, 2),), seconds=(("schedule", 0.5), ("wait", 1.5))
+    ),
+    types.EngineStats(
+        cache=CacheStats(
+            sample=0.5,
+            lifetime=Durations((1, 2), 3.5),
+            idle_before_evict=Durations(),
+            reuse_gap=Durations(),
+            hit_age=Durations(),
+            tenants=(("none", 1, 2),),
+        )
     ),
     EngineConfig(
         model=ModelConfig(path="/some/where", options={"a": [1, {"b": None}]}),
