@@ -140,16 +140,16 @@ class CacheMetrics(CacheObserver):
 
     def stats(self, *, unfilled_slots: int, unreachable_slots: int, total_slots: int) -> CacheStats:
         """All that is measured so far, and the slots that the caller has counted."""
-        tenants = [(tenant_label(salt), *counts) for salt, counts in self._tenants.items()]
+        tenants = [(tenant_label(salt), queries, hits) for salt, (queries, hits) in self._tenants.items()]
         if any(self._others):
-            tenants.append((OTHER_TENANTS, *self._others))
+            tenants.append((OTHER_TENANTS, self._others[0], self._others[1]))
         return CacheStats(
             sample=self._sample,
             lifetime=self._lifetime.durations(),
             idle_before_evict=self._idle.durations(),
             reuse_gap=self._reuse_gap.durations(),
             hit_age=self._hit_age.durations(),
-            tenants=tuple((label, queries, hits) for label, queries, hits in tenants),
+            tenants=tuple(tenants),
             unfilled_slots=unfilled_slots,
             unreachable_slots=unreachable_slots,
             total_slots=total_slots,

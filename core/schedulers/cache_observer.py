@@ -21,9 +21,9 @@ class CacheObserver:
         """A new sequence begins with these entries of earlier sequences."""
 
     def stored(self, kind: int, entry: int, tokens: Sequence[int], chain: HashChain, index: int) -> None:
-        """An entry can be found in the prefix cache: the full block at `index` of `tokens`, of which `chain` has digests.
+        """An entry can be found in the prefix cache; its tokens may still be computed by a step in progress.
 
-        Its tokens may still be computed by a step in progress.
+        It is the full block at `index` of `tokens`, whose digests `chain` computes.
         """
 
     def evicted(self, entry: int) -> None:
