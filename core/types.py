@@ -449,3 +449,5 @@ class EngineStats:
     """CUDA graphs captured by steps: each delays all requests of its step."""
     cache: CacheStats | None = None
     """What `cache.metrics` measures; None: it is off."""
+    kv_events: tuple[int, int] | None = None
+    """Batches of events of the KV cache, and how many of them were dropped; None: none are published."""

@@ -52,6 +52,7 @@ class PrometheusExporter(Collector):
         yield engines.by_state()
         yield from engines.by_kind()
         yield from engines.of_cache()
+        yield from engines.of_kv_events()
         yield engines.counter(
             "prefix_cache_queries",
             "Prompt tokens looked up in the prefix cache.",
@@ -137,6 +138,14 @@ class _EngineMetrics:
     def of_cache(self) -> list[Metric]:
         """What `cache.metrics` measures."""
         return cache_metrics([(labels, report.stats.cache) for labels, report in self._engines], self._label)
+
+    def of_kv_events(self) -> Iterator[Metric]:
+        """The batches of events of the KV cache, if any are published."""
+        if any(report.stats.kv_events is not None for _, report in self._engines):
+            text = "Batches of events of the KV cache published, those dropped included."
+            yield self.counter("kv_event_batches", text, lambda report: (report.stats.kv_events or (0, 0))[0])
+            text = "Batches of events of the KV cache dropped because too many waited to be sent."
+            yield self.counter("kv_event_batches_dropped", text, lambda report: (report.stats.kv_events or (0, 0))[1])
 
     def by_phase(self) -> Iterator[Metric]:
         """The time spent in each phase, of steps and of the start."""
