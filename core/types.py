@@ -15,7 +15,6 @@ from typing import Any, Final, Literal
 import msgspec
 from attrs import evolve, field, frozen
 
-from engine.core.cache_stats import CacheStats
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars.grammar import Grammar
 from engine.core.tokens import Tokens
@@ -419,6 +418,45 @@ class CacheInfo:
         return self.num_blocks // groups if groups and not self.states else 0
 
 
+@frozen
+class HistogramCounts:
+    """The contents of a histogram, whose bucket bounds both sides know."""
+
+    counts: tuple[int, ...] = ()
+    """One per bucket, not cumulative; the last one counts values above all bounds. Empty: nothing has been counted."""
+    sum: float = 0.0
+    """Of all values."""
+
+
+@frozen(kw_only=True)
+class CacheStats:
+    """What `cache.metrics` measures since the start of one engine.
+
+    The histograms are of the sampled blocks, in seconds, with the bounds RESIDENCY_BOUNDS. In a model of several kinds
+    of layers, the blocks at one index of a block table of one kind count as one: they are allocated, reused and evicted
+    together.
+    """
+
+    sample: float
+    """Share of blocks that are sampled."""
+    lifetime: HistogramCounts = HistogramCounts()
+    """From the allocation of a block to its eviction from the prefix cache."""
+    idle_before_evict: HistogramCounts = HistogramCounts()
+    """From the last reuse of a block, or from its allocation, to its eviction."""
+    reuse_gap: HistogramCounts = HistogramCounts()
+    """Between the last reuses of a block; counted at its eviction."""
+    hit_age: HistogramCounts = HistogramCounts()
+    """From the allocation of a block to its reuse by a sequence that begins with it."""
+    tenants: tuple[tuple[str, int, int], ...] = ()
+    """(label, prompt tokens looked up, prompt tokens found) of each tenant."""
+    unfilled_slots: int = 0
+    """Slots for tokens in the blocks of running sequences that no known token fills."""
+    unreachable_slots: int = 0
+    """Slots in cached blocks that no sequence can begin with, since a block before them was evicted."""
+    total_slots: int = 0
+    """Slots of all blocks; a block has `block_size`."""
+
+
 @frozen(kw_only=True)
 class EngineStats:
     """Counters since the start of one engine, and current gauges."""
@@ -451,3 +489,7 @@ class EngineStats:
     """What `cache.metrics` measures; None: it is off."""
     kv_events: tuple[int, int] | None = None
     """Batches of events of the KV cache, and how many of them were dropped; None: none are published."""
+    step_tokens: HistogramCounts = HistogramCounts()
+    """Tokens that each step computed; each iteration of a multi-step step counts. Bounds: STEP_TOKENS_BOUNDS."""
+    request_preemptions: HistogramCounts = HistogramCounts()
+    """Preemptions of each request that has ended, also of those aborted. Bounds: PREEMPTIONS_BOUNDS."""

@@ -65,8 +65,9 @@ class EventRecorder(CacheObserver):
             self._changes.append(last)
         begin, end = index * self._block_size, (index + 1) * self._block_size
         last.digests.append(chain.digest(tokens, index))
-        known = isinstance(tokens, GrowingTokens | Tokens)
-        last.tokens.append(tokens.packed(begin, end) if known else packed(tokens[begin:end]))
+        last.tokens.append(
+            tokens.packed(begin, end) if isinstance(tokens, (GrowingTokens, Tokens)) else packed(tokens[begin:end])
+        )
 
     def removed(self, kind: int, entry: int, digest: bytes) -> None:
         last = self._changes[-1] if self._changes else None

@@ -1,7 +1,7 @@
 """The messages in which vLLM publishes events of its prefix cache, made from recorded changes.
 
-A batch is a msgpack array [time, events, rank]. Newer versions of vLLM (from 0.24 on) publish each event as a map, older ones
-as an array of the same values in the same order, of which the last ones may be missing.
+A batch is a msgpack array [time, events, rank]. vLLM publishes each event as a map from 0.24 on, and before as an array
+of the same values in the same order, of which the last ones may be missing.
 """
 
 from __future__ import annotations

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from hashlib import blake2b
 from itertools import pairwise
 from random import Random
 
-from engine.core.cache_stats import RESIDENCY_BOUNDS, CacheStats, Durations
+from engine.core.histogram import RESIDENCY_BOUNDS, Histogram
 from engine.core.schedulers.cache_observer import CacheObserver
 from engine.core.schedulers.hash_chain import HashChain
 from engine.core.schedulers.prefix_tree import PrefixTree
-from engine.core.types import FULL, BlockKind
+from engine.core.types import FULL, BlockKind, CacheStats
 
 REUSES = 4
 """Reuses of a block that are remembered, as in vLLM."""
@@ -33,23 +32,6 @@ class _Record:
     def __init__(self, now: float) -> None:
         self.allocated = now
         self.reuses: deque[float] | None = None
-
-
-class _Histogram:
-    """Counts durations in the buckets of RESIDENCY_BOUNDS."""
-
-    __slots__ = ("_counts", "_sum")
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(RESIDENCY_BOUNDS) + 1)
-        self._sum = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(RESIDENCY_BOUNDS, seconds)] += 1
-        self._sum += seconds
-
-    def durations(self) -> Durations:
-        return Durations(tuple(self._counts), self._sum)
 
 
 class CacheMetrics(CacheObserver):
@@ -73,7 +55,7 @@ class CacheMetrics(CacheObserver):
         self._random = Random(seed)
         self._clock = clock
         self._records: dict[int, _Record] = {}
-        self._lifetime, self._idle, self._reuse_gap, self._hit_age = (_Histogram() for _ in range(4))
+        self._lifetime, self._idle, self._reuse_gap, self._hit_age = (Histogram(RESIDENCY_BOUNDS) for _ in range(4))
         self._tenants: dict[str, list[int]] = {}  # by salt: prompt tokens looked up and found
         self._others = [0, 0]
 
@@ -145,10 +127,10 @@ class CacheMetrics(CacheObserver):
             tenants.append((OTHER_TENANTS, self._others[0], self._others[1]))
         return CacheStats(
             sample=self._sample,
-            lifetime=self._lifetime.durations(),
-            idle_before_evict=self._idle.durations(),
-            reuse_gap=self._reuse_gap.durations(),
-            hit_age=self._hit_age.durations(),
+            lifetime=self._lifetime.snapshot(),
+            idle_before_evict=self._idle.snapshot(),
+            reuse_gap=self._reuse_gap.snapshot(),
+            hit_age=self._hit_age.snapshot(),
             tenants=tuple(tenants),
             unfilled_slots=unfilled_slots,
             unreachable_slots=unreachable_slots,

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from engine.core import types
-from engine.core.cache_stats import CacheStats, Durations
 from engine.core.config.tree import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core.errors import EngineError
 from engine.core.executors.wire import MessageDecoder, encode
@@ -70,18 +69,15 @@ MESSAGES = [
     ),
     types.FULL,
     types.EngineStats(
-        running=3, prefix_hits=2**40, blocks_by_kind=(("full", 1, 2),), seconds=(("schedule", 0.5), ("wait", 1.5))
+        running=3,
+        prefix_hits=2**40,
+        blocks_by_kind=(("full", 1, 2),),
+        seconds=(("schedule", 0.5), ("wait", 1.5)),
+        step_tokens=types.HistogramCounts((1, 2, 0), 2.5),
     ),
-    types.EngineStats(
-        cache=CacheStats(
-            sample=0.5,
-            lifetime=Durations((1, 2), 3.5),
-            idle_before_evict=Durations(),
-            reuse_gap=Durations(),
-            hit_age=Durations(),
-            tenants=(("none", 1, 2),),
-        )
-    ),
+    types.EngineStats(cache=types.CacheStats(sample=0.5), kv_events=(3, 1)),
+    types.CacheStats(sample=0.5, lifetime=types.HistogramCounts((1, 2), 3.5), tenants=(("a", 1, 2),), total_slots=9),
+    types.HistogramCounts((1, 2, 0), 2.5),
     EngineConfig(
         model=ModelConfig(path="/some/where", options={"a": [1, {"b": None}]}),
         scheduler=SchedulerConfig(max_running=3),

@@ -74,7 +74,7 @@ def replay(open_socket: Open, endpoint: str, first: int) -> list[tuple[int, byte
     socket = open_socket(zmq.DEALER)
     socket.connect(endpoint)
     socket.send_multipart((b"", first.to_bytes(8, "big")))
-    found = []
+    found: list[tuple[int, bytes]] = []
     while True:
         delimiter, sequence, batch = socket.recv_multipart()
         assert delimiter == b""

@@ -8,8 +8,8 @@ from engine.core.kv_events.recorder import Cleared, EventRecorder, Removed, Stor
 from engine.core.kv_events.wire import BatchEncoder, block_hash
 from engine.core.schedulers.hash_chain import HashChain
 from engine.core.types import FULL
+from tests.core.schedulers.cache_load import BLOCK_SIZE, LAYOUTS, SALTS, CacheLoad
 
-from ..schedulers.cache_load import BLOCK_SIZE, LAYOUTS, SALTS, CacheLoad
 from .router import Router
 
 

@@ -9,11 +9,11 @@ from random import Random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from engine.core.cache_stats import RESIDENCY_BOUNDS, CacheStats, Durations
+from engine.core.histogram import RESIDENCY_BOUNDS
 from engine.core.schedulers.cache_metrics import MAX_TENANTS, CacheMetrics, tenant_label
 from engine.core.schedulers.hash_chain import HashChain
 from engine.core.schedulers.prefix_tree import PrefixTree
-from engine.core.types import FULL, BlockKind, EngineStats
+from engine.core.types import FULL, BlockKind, CacheStats, EngineStats, HistogramCounts
 
 from .cache_load import BLOCK_SIZE, LAYOUTS, CacheLoad, Clock, Record
 
@@ -27,10 +27,12 @@ LOADS = given(
 LIMITS = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
 
-def durations(values: Sequence[float]) -> Durations:
+def histogram(values: Sequence[float]) -> HistogramCounts:
     """A histogram, by its definition."""
     bounds = (-1.0, *RESIDENCY_BOUNDS, float("inf"))
-    return Durations(tuple(sum(low < value <= high for value in values) for low, high in pairwise(bounds)), sum(values))
+    return HistogramCounts(
+        tuple(sum(low < value <= high for value in values) for low, high in pairwise(bounds)), sum(values)
+    )
 
 
 class Replay:
@@ -73,10 +75,10 @@ class Replay:
 
 def check_histograms(load: CacheLoad, stats: CacheStats, drawn: Iterator[bool]) -> Replay:
     replay = Replay(load.record, drawn)
-    assert stats.lifetime == durations(replay.lifetime)
-    assert stats.idle_before_evict == durations(replay.idle)
-    assert stats.reuse_gap == durations(replay.gaps)
-    assert stats.hit_age == durations(replay.ages)
+    assert stats.lifetime == histogram(replay.lifetime)
+    assert stats.idle_before_evict == histogram(replay.idle)
+    assert stats.reuse_gap == histogram(replay.gaps)
+    assert stats.hit_age == histogram(replay.ages)
     return replay
 
 
@@ -161,7 +163,7 @@ def test_only_unfilled_slots_are_counted_without_prefix_caching() -> None:
         assert measured.unfilled_slots == load.unfilled_slots()
         seen += measured.unfilled_slots
         assert (measured.tenants, measured.unreachable_slots) == ((), 0)
-        assert measured.lifetime == measured.hit_age == Durations()
+        assert measured.lifetime == measured.hit_age == histogram([])
     assert seen
 
 
