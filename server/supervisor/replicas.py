@@ -24,10 +24,10 @@ def replica_configs(
     Raises ConfigError when there are too few GPUs.
     """
     configs = _with_devices(config, count_gpus, finds_devices)
-    return [
-        evolve(one, kv_events=evolve(one.kv_events, rank=one.kv_events.rank + replica)) if replica else one
-        for replica, one in enumerate(configs)
-    ]
+    if not config.kv_events.endpoint:
+        return configs
+    ranks = range(config.kv_events.rank, config.kv_events.rank + len(configs))
+    return [evolve(one, kv_events=evolve(one.kv_events, rank=rank)) for one, rank in zip(configs, ranks, strict=True)]
 
 
 def _with_devices(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import zmq
 
 FIELDS = (
     *("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
@@ -13,6 +15,7 @@ FIELDS = (
 )
 """Of BlockStored, in the order of the array that older versions of vLLM publish."""
 REMOVED_FIELDS = ("type", "block_hashes", "medium", "group_idx")
+END_OF_REPLAY = b"\xff" * 8
 Place = tuple[int, int | None, str, tuple[int, ...]]
 """Where a block is in the tree: group, hash of the block before it, salt of a first block, tokens."""
 
@@ -76,3 +79,48 @@ class Router:
             self.hashes[place] = number
             self._places[group, number] = place
             parent = number
+
+
+class Subscriber:
+    """A reader of the endpoints `events` and `replay` in a directory, which asks for what it has missed."""
+
+    def __init__(self, context: zmq.Context[Any], directory: Path, topic: bytes = b"") -> None:
+        self.router = Router()
+        self.seen = -1
+        self.types: list[str] = []
+        self._sub, self._replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        self._sub.setsockopt(zmq.SUBSCRIBE, topic)
+        self._sub.connect(f"ipc://{directory}/events")
+        self._replay.connect(f"ipc://{directory}/replay")
+
+    def catch_up(self) -> None:
+        """Apply all batches that are kept, and are not seen yet."""
+        self._replay.send_multipart((b"", (self.seen + 1).to_bytes(8, "big")))
+        while True:
+            assert self._replay.poll(30_000)
+            _, sequence, batch = self._replay.recv_multipart()
+            if sequence == END_OF_REPLAY:
+                return
+            self._apply(sequence, batch)
+
+    def read(self) -> bool:
+        """Apply a batch that has come, or those missed before it; False if none has."""
+        if not self._sub.poll(20):
+            return False
+        _, sequence, batch = self._sub.recv_multipart()
+        number = int.from_bytes(sequence, "big")
+        if number > self.seen + 1:
+            self.catch_up()
+        if number > self.seen:
+            self._apply(sequence, batch)
+        return True
+
+    def close(self) -> None:
+        self._sub.close(linger=0)
+        self._replay.close(linger=0)
+
+    def _apply(self, sequence: bytes, batch: bytes) -> None:
+        assert int.from_bytes(sequence, "big") == self.seen + 1
+        self.seen += 1
+        self.router.apply(batch)
+        self.types += [event["type"] for event in events(batch)]
