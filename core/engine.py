@@ -215,7 +215,7 @@ class Engine:
         return outputs
 
     def _step(self) -> list[Output]:
-        """See `step`."""
+        """Plan, submit and commit; the events of the cache are published afterwards."""
         if self._failure:
             raise self._unusable()
         with self._timers["schedule"]:
