@@ -26,7 +26,7 @@ from attrs import Factory, define
 from engine.cli.bench.report import Row, report, write
 from engine.core.device import find_device
 from engine.core.plugin_host import load_plugins
-from engine.core.schedulers import BlockManager, Scheduler, SchedulingPolicy
+from engine.core.schedulers import BlockManager, CacheMetrics, Scheduler, SchedulingPolicy
 from engine.core.types import Request, SamplingParams, Step, StepResult
 
 BLOCK_SIZE = 16
@@ -57,15 +57,19 @@ class Loop:
         max_len: int,
         prefix_caching: bool,
         blocks: int | None = None,
+        kv_metrics: float | None = None,
     ) -> None:
+        """kv_metrics: share of blocks that are sampled; None: the cache is not measured."""
         blocks = blocks or 2 * max_running * max_len // BLOCK_SIZE
+        metrics = CacheMetrics(sample=kv_metrics) if kv_metrics is not None else None
         self.scheduler = Scheduler(
             policy,
-            BlockManager(blocks, BLOCK_SIZE, prefix_caching=prefix_caching),
+            BlockManager(blocks, BLOCK_SIZE, prefix_caching=prefix_caching, observer=metrics),
             max_batch_tokens=8192,
             max_running=max_running,
             max_len=max_len,
             eos_tokens=frozenset({0}),
+            cache_metrics=metrics,
         )
         self.in_flight: deque[tuple[Step, StepResult]] = deque()
 
@@ -97,9 +101,9 @@ def answer(step: Step) -> StepResult:
     return StepResult(step=step.id, tokens=(row,) * step.iterations)
 
 
-def steady(policy: SchedulingPolicy[Any], running: int, repeat: int, *, prefix_caching: bool) -> list[Times]:
+def steady(policy: SchedulingPolicy[Any], running: int, repeat: int, **settings: Any) -> list[Times]:
     max_tokens = (repeat + 3) * WINDOW * MAX_STEPS
-    loop = Loop(policy, max_running=running, max_len=128 + max_tokens, prefix_caching=prefix_caching)
+    loop = Loop(policy, max_running=running, max_len=128 + max_tokens, **settings)
     for number in range(running):
         loop.add(str(number), 64 + number % BLOCK_SIZE, max_tokens)
     windows = []
@@ -110,11 +114,11 @@ def steady(policy: SchedulingPolicy[Any], running: int, repeat: int, *, prefix_c
     return windows[1:]  # the first window includes prefill
 
 
-def churn(policy: SchedulingPolicy[Any], repeat: int, *, prefix_caching: bool) -> list[Times]:
+def churn(policy: SchedulingPolicy[Any], repeat: int, **settings: Any) -> list[Times]:
     rounds = []
     for _ in range(repeat):
         rounds.append(Times())
-        loop = Loop(policy, max_running=256, max_len=1024, prefix_caching=prefix_caching)
+        loop = Loop(policy, max_running=256, max_len=1024, **settings)
         for number in range(1000):
             loop.add(str(number), 512, 256)
         while loop.scheduler.has_work or loop.in_flight:
@@ -217,12 +221,12 @@ def rows_of(name: str, repeats: Sequence[Times]) -> list[Row]:
     return rows
 
 
-def throughput_rows(policy: SchedulingPolicy[Any], repeat: int, *, prefix_caching: bool) -> list[Row]:
-    """Rows of steady decode and of churn."""
+def throughput_rows(policy: SchedulingPolicy[Any], repeat: int, **settings: Any) -> list[Row]:
+    """Rows of steady decode and of churn. settings: of Loop."""
     rows = []
     for running in (1, 64, 256):
-        rows += rows_of(f"decode, {running} running", steady(policy, running, repeat, prefix_caching=prefix_caching))
-    rounds = churn(policy, max(1, repeat // 3), prefix_caching=prefix_caching)
+        rows += rows_of(f"decode, {running} running", steady(policy, running, repeat, **settings))
+    rounds = churn(policy, max(1, repeat // 3), **settings)
     return rows + rows_of("1000 requests, 512 in / 256 out", rounds)
 
 
@@ -253,13 +257,15 @@ def main() -> None:
         "--repeat", type=int, default=30, help="windows of steady decode; churn repeats a third as often"
     )
     parser.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--kv-metrics", type=float, metavar="SAMPLE", help="measure the cache: share of blocks sampled")
     parser.add_argument("--waiting-only", action="store_true", help="only requests that wait, and equal prompts")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 
     policy = policy_of(arguments.policy)
     caching = arguments.prefix_caching
-    rows = [] if arguments.waiting_only else throughput_rows(policy, arguments.repeat, prefix_caching=caching)
+    cache = {"prefix_caching": caching, "kv_metrics": arguments.kv_metrics}
+    rows = [] if arguments.waiting_only else throughput_rows(policy, arguments.repeat, **cache)
     if rows:
         print(f"{'':<45}{'us/step':>10}{'us/request/step':>18}")
     for step, request in zip(rows[::2], rows[1::2], strict=True):
@@ -272,7 +278,7 @@ def main() -> None:
         rows += extra
         settings = {
             "policy": arguments.policy,
-            "prefix_caching": caching,
+            **cache,
             "block_size": BLOCK_SIZE,
             "repeat": arguments.repeat,
         }

@@ -32,6 +32,7 @@ from engine.core.executors.rehearsal import rehearse
 from engine.core.generation import Completion, generate, stream
 from engine.core.grammars.base import GrammarBackend
 from engine.core.hub.names import locate
+from engine.core.kv_events.stream import EventStream
 from engine.core.models.base import ModelSpec
 from engine.core.phase_timer import PhaseTimer
 from engine.core.plugin_host.derived import max_len, settle, shape_of
@@ -39,6 +40,8 @@ from engine.core.plugin_host.faults import PluginCall, name_fault
 from engine.core.plugin_host.registry import Plugins, load_plugins
 from engine.core.plugin_host.selection import check_names
 from engine.core.quant.base import QuantMethod
+from engine.core.schedulers.cache_metrics import CacheMetrics
+from engine.core.schedulers.cache_observer import CacheObserver, joined
 from engine.core.schedulers.grouped_block_manager import make_block_manager
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.scheduler import Scheduler
@@ -128,6 +131,7 @@ class Engine:
         )
         deployment, self._executor, cache_info = choice.start(phases, on_progress)
         self.parts, self._grammars = deployment.parts, deployment.grammars
+        self._kv_events: EventStream | None = None
         try:
             model_spec = shape_of(self.parts.model, self.checkpoint.config)
             self.max_len = max_len(self.config, model_spec)
@@ -149,6 +153,8 @@ class Engine:
             self.plugins.notify("engine_started", engine=self)
         except BaseException:
             self._executor.shutdown()  # the caller gets no engine to close
+            if self._kv_events is not None:
+                self._kv_events.close()
             raise
 
     def _warn_unused(self, model_spec: ModelSpec) -> None:
@@ -165,17 +171,25 @@ class Engine:
 
     def _start_scheduling(self) -> None:
         """Build the scheduler over the executor's KV cache, and the state of the step loop."""
+        cache = self.config.cache
+        cache_metrics = CacheMetrics(self.cache_info.kinds, sample=cache.metrics_sample) if cache.metrics else None
+        observers: list[CacheObserver] = [cache_metrics] if cache_metrics is not None else []
+        if self.config.kv_events.endpoint:
+            self._kv_events = EventStream(self.config.kv_events, self.cache_info)
+            observers.append(self._kv_events.recorder)
         self._scheduler = Scheduler(
             self.parts.policy,
             make_block_manager(
                 self.cache_info,
                 max_chunk=self.config.scheduler.max_batch_tokens,
-                prefix_caching=self.config.cache.prefix_caching,
+                prefix_caching=cache.prefix_caching,
+                observer=joined(observers),
             ),
             max_batch_tokens=self.config.scheduler.max_batch_tokens,
             max_running=self.config.scheduler.max_running,
             max_len=self.max_len,
             eos_tokens=self.checkpoint.eos_tokens(),
+            cache_metrics=cache_metrics,
         )
         overlap = self.config.scheduler.overlap
         self._steps_ahead = int(self._executor.asynchronous if overlap == "auto" else overlap == "on")
@@ -195,6 +209,13 @@ class Engine:
         Raises ExecutorError when a step failed (StepFaultError, naming the plugin, when a plugin made it fail); the
         engine can then only be closed.
         """
+        outputs = self._step()
+        if self._kv_events is not None:
+            self._kv_events.flush()
+        return outputs
+
+    def _step(self) -> list[Output]:
+        """Plan, submit and commit; the events of the cache are published afterwards."""
         if self._failure:
             raise self._unusable()
         with self._timers["schedule"]:
@@ -275,7 +296,10 @@ class Engine:
 
     def abort(self, request_id: str) -> Output | None:
         """Finish a request immediately and free its blocks; None if no running or waiting request has this id."""
-        return self._scheduler.abort(request_id)
+        output = self._scheduler.abort(request_id)
+        if self._kv_events is not None:
+            self._kv_events.flush()
+        return output
 
     @property
     def has_work(self) -> bool:
@@ -391,7 +415,10 @@ class Engine:
         """
         if self._failure:
             raise self._unusable()
-        return self._scheduler.reset_prefix_cache()
+        freed = self._scheduler.reset_prefix_cache()
+        if self._kv_events is not None:
+            self._kv_events.flush()
+        return freed
 
     def stats(self) -> EngineStats:
         """Current counters and gauges."""
@@ -401,6 +428,7 @@ class Engine:
             seconds=seconds,
             kernels_compiled=self._kernels_compiled,
             graphs_captured=self._graphs_captured,
+            kv_events=None if self._kv_events is None else (self._kv_events.published, self._kv_events.dropped),
         )
 
     def check(self) -> Health:
@@ -415,6 +443,8 @@ class Engine:
             self._in_flight.clear()
             self._executor.shutdown()
             self._grammars.close()
+            if self._kv_events is not None:
+                self._kv_events.close()
             self.plugins.notify("engine_stopped", engine=self)
 
     def __enter__(self) -> Engine:

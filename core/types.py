@@ -429,6 +429,35 @@ class HistogramCounts:
 
 
 @frozen(kw_only=True)
+class CacheStats:
+    """What `cache.metrics` measures since the start of one engine.
+
+    The histograms are of the sampled blocks, in seconds, with the bounds RESIDENCY_BOUNDS. In a model of several kinds
+    of layers, the blocks at one index of a block table of one kind count as one: they are allocated, reused and evicted
+    together.
+    """
+
+    sample: float
+    """Share of blocks that are sampled."""
+    lifetime: HistogramCounts = HistogramCounts()
+    """From the allocation of a block to its eviction from the prefix cache."""
+    idle_before_evict: HistogramCounts = HistogramCounts()
+    """From the last reuse of a block, or from its allocation, to its eviction."""
+    reuse_gap: HistogramCounts = HistogramCounts()
+    """Between the last reuses of a block; counted at its eviction."""
+    hit_age: HistogramCounts = HistogramCounts()
+    """From the allocation of a block to its reuse by a sequence that begins with it."""
+    tenants: tuple[tuple[str, int, int], ...] = ()
+    """(label, prompt tokens looked up, prompt tokens found) of each tenant."""
+    unfilled_slots: int = 0
+    """Slots for tokens in the blocks of running sequences that no known token fills."""
+    unreachable_slots: int = 0
+    """Slots in cached blocks that no sequence can begin with, since a block before them was evicted."""
+    total_slots: int = 0
+    """Slots of all blocks; a block has `block_size`."""
+
+
+@frozen(kw_only=True)
 class EngineStats:
     """Counters since the start of one engine, and current gauges."""
 
@@ -456,6 +485,10 @@ class EngineStats:
     """Kernels compiled, or loaded from the kernel cache, by steps: each delays all requests of its step."""
     graphs_captured: int = 0
     """CUDA graphs captured by steps: each delays all requests of its step."""
+    cache: CacheStats | None = None
+    """What `cache.metrics` measures; None: it is off."""
+    kv_events: tuple[int, int] | None = None
+    """Batches of events of the KV cache, and how many of them were dropped; None: none are published."""
     step_tokens: HistogramCounts = HistogramCounts()
     """Tokens that each step computed; each iteration of a multi-step step counts. Bounds: STEP_TOKENS_BOUNDS."""
     request_preemptions: HistogramCounts = HistogramCounts()

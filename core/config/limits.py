@@ -18,6 +18,12 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "executor.threads": (0, 4096),
     "cache.block_size": (1, 1024),
     "cache.memory_fraction": (0, 1),
+    "cache.metrics_sample": (0, 1),
+    "kv_events.rank": (0, 2**16),
+    "kv_events.buffer_steps": (1, 2**20),
+    "kv_events.buffer_bytes": (1, 2**40),
+    "kv_events.max_queue": (1, 2**20),
+    "kv_events.high_water_mark": (1, 2**20),
     "grammar.max_chars": (1, 2**24),
     "grammar.max_depth": (1, 1000),
     "grammar.compile_timeout": (1, 3600),
@@ -91,6 +97,7 @@ def check_together(config: EngineConfig, complain: Callable[[str, str], None]) -
             complain("cache.memory", str(error))
         if config.cache.memory_fraction:
             complain("cache.memory_fraction", f"cache.memory ({config.cache.memory}) is given too; leave out one")
+    _check_kv_events(config, complain)
     for section in ("model", "attention", "quant", "scheduler", "executor"):
         if not getattr(config, section).name:
             complain(f"{section}.name", f"the name is empty; use {AUTO!r} or leave it out")
@@ -118,3 +125,39 @@ def check_together(config: EngineConfig, complain: Callable[[str, str], None]) -
             )
     for name in sorted(set(config.plugins.allow) & set(config.plugins.deny)):
         complain("plugins.deny", f"{name!r} is in allow and in deny; leave it in one")
+
+
+def _check_kv_events(config: EngineConfig, complain: Callable[[str, str], None]) -> None:
+    """Check [kv_events]; see check_together."""
+    events = config.kv_events
+    if not events.endpoint:
+        if events.replay_endpoint or events.connect or events.topic:
+            complain("kv_events.endpoint", "without it, no events are published; give it too")
+        return
+    ports: dict[str, int] = {}
+    for name in ("endpoint", "replay_endpoint"):
+        endpoint = getattr(events, name)
+        tcp = re.fullmatch(r"tcp://[^/]+:(\d{1,5})", endpoint)
+        if tcp is not None:
+            ports[name] = int(tcp[1])
+            last = int(tcp[1]) + (0 if events.connect and name == "endpoint" else _last_rank(config))
+            if not 0 < int(tcp[1]) <= last < 65536:
+                complain(f"kv_events.{name}", f"there is no port {last}; with the ranks added, use 1 to 65535")
+        elif endpoint and not re.fullmatch(r"ipc://.+", endpoint):
+            complain(
+                f"kv_events.{name}", f"{endpoint!r} is no endpoint; write it as tcp://127.0.0.1:5557 or ipc:///PATH"
+            )
+    same = events.endpoint == events.replay_endpoint
+    overlap = (
+        len(ports) == 2
+        and not events.connect
+        and abs(ports["endpoint"] - ports["replay_endpoint"]) < (config.server.replicas)
+    )
+    if same or overlap:
+        complain("kv_events.replay_endpoint", "its ports and those of endpoint overlap, one per replica; use others")
+    if not config.cache.prefix_caching:
+        complain("kv_events.endpoint", "cache.prefix_caching is off, so there are no events; leave out one")
+
+
+def _last_rank(config: EngineConfig) -> int:
+    return config.kv_events.rank + config.server.replicas - 1

@@ -219,6 +219,57 @@ class CacheConfig:
         aliases=("kv_cache_dtype",),
         choices=(AUTO, "float32", "bfloat16", "float16", FLOAT8, *KV_DTYPES),
     )
+    metrics: bool = setting(
+        False,
+        "Measure how long KV blocks stay and when they are reused, hits by tenant, and fragmentation.",
+        flag="--kv-metrics",
+        aliases=("kv_cache_metrics",),
+    )
+    metrics_sample: float = setting(
+        0.01,
+        "Share of KV blocks whose times are measured, drawn at each allocation.",
+        flag="--kv-metrics-sample",
+        aliases=("kv_cache_metrics_sample",),
+    )
+
+
+@frozen(kw_only=True)
+class KVEventsConfig:
+    """[kv_events]: events of the prefix cache, published for routers over ZeroMQ in the format of vLLM."""
+
+    endpoint: str = setting(
+        "",
+        "Where to publish the blocks that enter and leave the prefix cache, as tcp://127.0.0.1:5557, tcp://*:5557 (all"
+        " interfaces) or ipc:///PATH; empty: nowhere. Readers see all prompts and outputs.",
+        flag="--kv-events",
+    )
+    replay_endpoint: str = setting(
+        "", "Where readers can ask for earlier batches of events; empty: nowhere.", flag="--kv-events-replay"
+    )
+    connect: bool = setting(
+        False, "Connect to endpoint, where a router listens, instead of listening there.", flag="--kv-events-connect"
+    )
+    topic: str = setting(
+        "",
+        "Topic of all messages, as kv@POD@MODEL for llm-d; {rank} stands for the rank.",
+        flag="--kv-events-topic",
+    )
+    encoding: str = setting(
+        "map",
+        "How an event is encoded. map: as vLLM from 0.24 on; array: as before, for readers that know nothing else.",
+        choices=("map", "array"),
+    )
+    rank: int = setting(
+        0,
+        "Number of this engine among several: added to ports, and published in each batch. The server adds to it the"
+        " number of the replica.",
+    )
+    buffer_steps: int = setting(10_000, "Maximum batches kept for replays.")
+    buffer_bytes: int = setting(64 * 2**20, "Maximum size of the batches kept for replays, bytes.")
+    max_queue: int = setting(1000, "Maximum batches that wait to be sent; a further one is dropped.")
+    high_water_mark: int = setting(
+        1000, "Maximum batches that wait for one reader; further ones are dropped for this reader."
+    )
 
 
 @frozen(kw_only=True)
@@ -430,6 +481,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     executor: ExecutorConfig = ExecutorConfig()
     cache: CacheConfig = CacheConfig()
+    kv_events: KVEventsConfig = KVEventsConfig()
     parser: ParserConfig = ParserConfig()
     grammar: GrammarConfig = GrammarConfig()
     plugins: PluginsConfig = PluginsConfig()

@@ -6,6 +6,7 @@ from engine.core.lazy import exports
 
 if TYPE_CHECKING:
     from engine.core.schedulers.block_manager import BlockManager as BlockManager
+    from engine.core.schedulers.cache_metrics import CacheMetrics as CacheMetrics
     from engine.core.schedulers.hash_chain import DigestCache as DigestCache, HashChain as HashChain
     from engine.core.schedulers.policy import (
         API as API,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = exports(
     __name__,
     block_manager=("BlockManager",),
+    cache_metrics=("CacheMetrics",),
     hash_chain=("DigestCache", "HashChain"),
     policy=(
         "API",

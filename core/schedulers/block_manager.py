@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from engine.core.schedulers.cache_observer import CacheObserver
 from engine.core.schedulers.hash_chain import DigestCache, HashChain
 
 NEVER = 2**62
@@ -72,7 +73,16 @@ class BlockManager:
     blocks_per_extension = 1
     """Blocks that a sequence takes when its blocks are full."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
+        observer: CacheObserver | None = None,
+    ) -> None:
+        """observer: is notified of what happens to blocks; None: nobody is."""
+        self._observer = observer
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
@@ -134,6 +144,14 @@ class BlockManager:
         """Tokens that the blocks of a sequence hold."""
         return len(self._tables[sequence].blocks) * self.block_size
 
+    def unfilled_slots(self, sequence: int, num_tokens: int) -> int:
+        """Slots in the blocks of a sequence that its first `num_tokens` leave empty."""
+        return len(self._tables[sequence].blocks) * self.block_size - num_tokens
+
+    def count_cached(self, entries: Iterable[int]) -> int:
+        """How many of these indexed blocks (of several kinds of layers: entries) no sequence uses."""
+        return sum(not self._references[entry] for entry in entries)
+
     def chain(self, salt: str) -> HashChain:
         """Hashes the blocks of a new sequence, if others have not done so."""
         return HashChain(self.block_size, salt, self._digest_cache)
@@ -188,6 +206,8 @@ class BlockManager:
             return None
         for block in cached:
             self._reference(block)
+        if self._observer is not None and cached:
+            self._observer.reused(cached)
         self._tables[sequence] = _Table(list(cached), indexed=len(cached))
         self.updates[sequence] = list(cached)
         self.extend(sequence, num_tokens)
@@ -294,6 +314,8 @@ class BlockManager:
         self._cached.clear()
         for table in self._tables.values():
             table.indexed = NEVER
+        if self._observer is not None:
+            self._observer.cleared()
         return freed
 
     def free(self, sequence: int) -> None:
@@ -327,6 +349,8 @@ class BlockManager:
                 block = table.blocks[index]
                 self._by_digest[digest] = block
                 self._digests[block] = digest
+                if self._observer is not None:
+                    self._observer.stored(0, block, tokens, chain, index)
             table.indexed = index + 1
 
     def _reference(self, block: int) -> None:
@@ -352,6 +376,8 @@ class BlockManager:
         assert digest is not None
         del self._by_digest[digest]
         self._digests[block] = None
+        if self._observer is not None:
+            self._observer.removed(0, block, digest)
 
     def _take(self) -> int:
         """Take a free block, or evict the least recently used cached one."""
@@ -359,7 +385,11 @@ class BlockManager:
             block = self._free.pop()
         else:
             block, _ = self._cached.popitem(last=False)
+            if self._observer is not None:
+                self._observer.evicted(block)
             self._unindex(block)
         self._references[block] = 1
         self._claimed[block] = 0
+        if self._observer is not None:
+            self._observer.allocated(block)
         return block

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from engine.core.schedulers.block_kinds import is_plain, longest_context, span
 from engine.core.schedulers.block_manager import NEVER, BlockManager
+from engine.core.schedulers.cache_observer import CacheObserver
 from engine.core.schedulers.hash_chain import HashChain
 from engine.core.schedulers.kind_tables import CachedPrefix, GroupedShortage, KindTable, SequenceTables
 from engine.core.types import BlockKind, CacheInfo
@@ -37,9 +38,10 @@ class GroupedBlockManager(BlockManager):
         *,
         max_chunk: int,
         prefix_caching: bool = True,
+        observer: CacheObserver | None = None,
     ) -> None:
-        """max_chunk: maximum tokens of a prefill chunk."""
-        super().__init__(num_blocks, block_size, prefix_caching=prefix_caching)
+        """max_chunk: maximum tokens of a prefill chunk. observer: see BlockManager."""
+        super().__init__(num_blocks, block_size, prefix_caching=prefix_caching, observer=observer)
         self.kinds = tuple(kinds)
         self.blocks_per_extension = sum(kind.groups for kind in kinds)
         self._windows = [(number, kind.window) for number, kind in enumerate(kinds) if kind.window is not None]
@@ -99,6 +101,13 @@ class GroupedBlockManager(BlockManager):
     def capacity(self, sequence: int) -> int:
         return self._sequences[sequence].length * self.block_size
 
+    def unfilled_slots(self, sequence: int, num_tokens: int) -> int:
+        size = self.block_size
+        return sum(
+            kind.groups * max(0, table.end * size - max(num_tokens, table.first * size))
+            for table, kind in zip(self._sequences[sequence].tables, self.kinds, strict=True)
+        )
+
     def lookup(self, tokens: Sequence[int], chain: HashChain) -> CachedPrefix:
         """The entries that serve the longest prefix of `tokens` which every kind can continue; changes nothing.
 
@@ -148,6 +157,8 @@ class GroupedBlockManager(BlockManager):
             return None
         for entry in cached:
             self._reference(entry)
+        if self._observer is not None and cached:
+            self._observer.reused(cached)
         length, begin = self.blocks_for(num_tokens), 0
         found: Sequence[Sequence[int]] = [()] * len(self.kinds)
         if isinstance(cached, CachedPrefix):
@@ -211,6 +222,8 @@ class GroupedBlockManager(BlockManager):
                 if digest not in indexed:
                     entry = indexed[digest] = table.entries[index - table.first]
                     self._digests[entry] = digest
+                    if self._observer is not None:
+                        self._observer.stored(kind, entry, tokens, chain, index)
             table.indexed = max(table.indexed, end)
         while state.pending and (index := next(iter(state.pending))) < end:
             self._forget_pending(state.pending.pop(index))
@@ -254,6 +267,8 @@ class GroupedBlockManager(BlockManager):
             for table in state.tables:
                 table.indexed = NEVER
         self._pending.clear()
+        if self._observer is not None:
+            self._observer.cleared()
         return freed
 
     def free(self, sequence: int) -> None:
@@ -344,6 +359,8 @@ class GroupedBlockManager(BlockManager):
             self._blocks_of[entry] = blocks
             self._kind_of[entry] = kind
             self._references[entry] = 1
+            if self._observer is not None:
+                self._observer.allocated(entry)
             table.entries.append(entry)
             added += blocks
         self._used_by_kind[kind] += len(added)
@@ -355,6 +372,8 @@ class GroupedBlockManager(BlockManager):
         if self._free:
             return self._free.pop()
         entry, _ = self._cached.popitem(last=False)
+        if self._observer is not None:
+            self._observer.evicted(entry)
         self._unindex(entry)
         self._count_cached(entry, -1)
         block, *others = self._blocks_of[entry]
@@ -385,6 +404,8 @@ class GroupedBlockManager(BlockManager):
         assert digest is not None
         del self._indices[self._kind_of[block]][digest]
         self._digests[block] = None
+        if self._observer is not None:
+            self._observer.removed(self._kind_of[block], block, digest)
 
     def _count_cached(self, entry: int, sign: int) -> None:
         count = sign * len(self._blocks_of[entry])
@@ -397,10 +418,14 @@ class GroupedBlockManager(BlockManager):
             del self._pending[digest]
 
 
-def make_block_manager(cache: CacheInfo, *, max_chunk: int, prefix_caching: bool) -> BlockManager:
-    """The block manager of a KV cache. max_chunk: maximum tokens of a prefill chunk."""
+def make_block_manager(
+    cache: CacheInfo, *, max_chunk: int, prefix_caching: bool, observer: CacheObserver | None = None
+) -> BlockManager:
+    """The block manager of a KV cache. max_chunk: maximum tokens of a prefill chunk. observer: see BlockManager."""
     kinds, size = cache.kinds, cache.block_size
     prefix_caching = prefix_caching and not cache.states  # a state is that of the last token computed, of no other
     if is_plain(kinds):
-        return BlockManager(cache.num_blocks, size, prefix_caching=prefix_caching)
-    return GroupedBlockManager(cache.num_blocks, size, kinds, max_chunk=max_chunk, prefix_caching=prefix_caching)
+        return BlockManager(cache.num_blocks, size, prefix_caching=prefix_caching, observer=observer)
+    return GroupedBlockManager(
+        cache.num_blocks, size, kinds, max_chunk=max_chunk, prefix_caching=prefix_caching, observer=observer
+    )

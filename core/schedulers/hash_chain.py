@@ -55,10 +55,11 @@ class HashChain:
     of the block's tokens and the digest before it.
     """
 
-    __slots__ = ("_block_size", "_cache", "_digests", "_last", "_pack")
+    __slots__ = ("_block_size", "_cache", "_digests", "_last", "_pack", "salt")
 
     def __init__(self, block_size: int, salt: str = "", cache: DigestCache | None = None) -> None:
         """cache: digests that other sequences have computed; of the same block size."""
+        self.salt = salt
         self._block_size = block_size
         self._pack = _packer(block_size).pack
         self._cache = cache

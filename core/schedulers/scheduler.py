@@ -34,6 +34,7 @@ import attrs
 from engine.core.errors import ExecutorError, InvalidRequestError
 from engine.core.histogram import PREEMPTIONS_BOUNDS, STEP_TOKENS_BOUNDS, Histogram
 from engine.core.schedulers.block_manager import BlockManager
+from engine.core.schedulers.cache_metrics import CacheMetrics
 from engine.core.schedulers.checked_policy import CheckedPolicy
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.queues import Queues
@@ -46,6 +47,7 @@ from engine.core.types import (
     FINISH_ERROR,
     MAX_SEED,
     NO_TOKEN,
+    CacheStats,
     EngineStats,
     Output,
     PrefillChunk,
@@ -80,7 +82,9 @@ class Scheduler:
         max_running: int,
         max_len: int,
         eos_tokens: frozenset[int],
+        cache_metrics: CacheMetrics | None = None,
     ) -> None:
+        """cache_metrics: those that observe `blocks`; None: the cache is not measured."""
         self._counter = StepCounter()
         self._queues = Queues(blocks, self._counter)
         self._policy = CheckedPolicy(policy, self._queues.requests)
@@ -92,6 +96,7 @@ class Scheduler:
             max_running=max_running,
         )
         self._blocks = blocks
+        self._cache_metrics = self._planner.cache_metrics = cache_metrics
         self._max_running = max_running
         self._max_len = max_len
         self._eos_tokens = eos_tokens
@@ -128,6 +133,7 @@ class Scheduler:
             generation_tokens=self._generation_tokens,
             steps=self._counter.steps_committed,
             policy_faults=self._policy.faults,
+            cache=self._cache_stats(self._cache_metrics) if self._cache_metrics is not None else None,
             step_tokens=self._step_tokens.snapshot(),
             request_preemptions=self._request_preemptions.snapshot(),
         )
@@ -211,6 +217,19 @@ class Scheduler:
         for state in self._queues.requests.values():
             assert state.in_flight == (state in in_flight), "a request is wrong about being in flight"
 
+    def _cache_stats(self, metrics: CacheMetrics) -> CacheStats:
+        blocks = self._blocks
+        unfilled = sum(
+            blocks.unfilled_slots(number, max(state.prefill_len, state.computed))
+            for number, state in self._queues.running.items()
+        )
+        unreachable = sum(groups * blocks.count_cached(entries) for groups, entries in metrics.unreachable())
+        return metrics.stats(
+            unfilled_slots=unfilled,
+            unreachable_slots=unreachable * blocks.block_size,
+            total_slots=blocks.num_blocks * blocks.block_size,
+        )
+
     def _build_step(self, plan: StepPlan) -> Step:
         """Commit the plan and build the Step."""
         queues, counter = self._queues, self._counter
@@ -222,7 +241,10 @@ class Scheduler:
         for state, chunk in plan.chunks.items():
             known = state.cached_tokens
             sample = state.plan_chunk(*chunk)
-            self._prefix_hits += state.cached_tokens - known
+            if state.cached_tokens > known:
+                self._prefix_hits += state.cached_tokens - known
+                if self._cache_metrics is not None:
+                    self._cache_metrics.count_hits(state.request.salt, state.cached_tokens - known)
             self._blocks.register(state.sequence, state.tokens, state.chain, chunk.start + chunk.num_tokens)
             chunks.append(PrefillChunk(state.sequence, *chunk, sample))
             if sample:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.core.schedulers.admission import MAX_PREEMPTIONS_FOR_WAITING, Admission
+from engine.core.schedulers.cache_metrics import CacheMetrics
 from engine.core.schedulers.checked_policy import CheckedPolicy
 from engine.core.schedulers.policy import MAX_DECODE_STEPS, Split
 from engine.core.schedulers.queues import Queues
@@ -33,6 +34,7 @@ class StepPlanner:
         self._unrestricted = Split(decode=max_batch_tokens, prefill=max_batch_tokens)
         self.prefix_queries = 0
         self.preemptions = 0
+        self.cache_metrics: CacheMetrics | None = None
 
     def plan(self, now: float, *, idle: bool) -> StepPlan:
         """The next step's plan; never empty if `idle` (no step is in flight) and there is a request."""
@@ -184,6 +186,9 @@ class StepPlanner:
                 self._queues.admit(state, place.cached)
             if state.scheduled_at is None:
                 state.scheduled_at = now
-                self.prefix_queries += state.prompt_len if self._admission.uses_cache(state) else 0
+                if self._admission.uses_cache(state):
+                    self.prefix_queries += state.prompt_len
+                    if self.cache_metrics is not None:
+                        self.cache_metrics.count_queries(state.request.salt, state.prompt_len)
             self._queues.move_to_prefill_end(plan.deferred)
             self._add_chunk(state, plan)

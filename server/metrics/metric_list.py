@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from engine.core.histogram import PREEMPTIONS_BOUNDS, STEP_TOKENS_BOUNDS
 from engine.core.types import HistogramCounts
 from engine.server.metrics import buckets
+from engine.server.metrics.cache_metrics import CACHE_METRICS
 from engine.server.metrics.definition import Kind, Metric, Sample, VllmName
 from engine.server.metrics.replica_report import EngineReport, ReplicaReport
 from engine.server.shared.metrics_table import HISTOGRAMS, FrontEndMetrics
@@ -154,6 +155,7 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
         lambda engine: engine.stats.prefix_hits,
         vllm=VllmName(name="prefix_cache_hits"),
     ),
+    *CACHE_METRICS,
     _of_engine(
         "counter",
         "num_preemptions",

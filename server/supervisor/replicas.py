@@ -19,7 +19,21 @@ from engine.core.runner import MEMORY_SHARE
 def replica_configs(
     config: EngineConfig, count_gpus: Callable[[], int], finds_devices: Callable[[EngineConfig], bool]
 ) -> list[EngineConfig]:
-    """The configuration of each replica.
+    """The configuration of each replica: its devices, and its rank in the events of the KV cache.
+
+    Raises ConfigError when there are too few GPUs.
+    """
+    configs = _with_devices(config, count_gpus, finds_devices)
+    if not config.kv_events.endpoint:
+        return configs
+    ranks = range(config.kv_events.rank, config.kv_events.rank + len(configs))
+    return [evolve(one, kv_events=evolve(one.kv_events, rank=rank)) for one, rank in zip(configs, ranks, strict=True)]
+
+
+def _with_devices(
+    config: EngineConfig, count_gpus: Callable[[], int], finds_devices: Callable[[EngineConfig], bool]
+) -> list[EngineConfig]:
+    """The configuration of each replica, with its devices.
 
     On GPUs, each replica gets executor.tensor_parallel consecutive GPUs, starting at executor.device; an executor that
     finds devices itself is assigned none. On a CPU, replicas share the cores and the memory equally, unless a setting

@@ -75,6 +75,8 @@ MESSAGES = [
         seconds=(("schedule", 0.5), ("wait", 1.5)),
         step_tokens=types.HistogramCounts((1, 2, 0), 2.5),
     ),
+    types.EngineStats(cache=types.CacheStats(sample=0.5), kv_events=(3, 1)),
+    types.CacheStats(sample=0.5, lifetime=types.HistogramCounts((1, 2), 3.5), tenants=(("a", 1, 2),), total_slots=9),
     types.HistogramCounts((1, 2, 0), 2.5),
     EngineConfig(
         model=ModelConfig(path="/some/where", options={"a": [1, {"b": None}]}),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from attrs import evolve
 
-from engine.core.config.tree import CacheConfig, EngineConfig, ExecutorConfig, ServerConfig
+from engine.core.config.tree import CacheConfig, EngineConfig, ExecutorConfig, KVEventsConfig, ServerConfig
 from engine.core.errors import ConfigError, PluginError
 from engine.server.supervisor.replicas import cores, count_gpus, finds_devices, replica_configs
 
@@ -34,6 +35,13 @@ def test_each_replica_gets_its_own_gpus() -> None:
     assert devices(config(3), 8) == ["cuda:0", "cuda:1", "cuda:2"]
     assert devices(config(2, device="cuda:2", tensor_parallel=2), 6) == ["cuda:2", "cuda:4"]
     assert [each.executor.threads for each in replica_configs(config(2), lambda: 2, finds_devices)] == [0, 0]
+
+
+def test_each_replica_has_a_rank_in_the_events_of_the_cache() -> None:
+    events = KVEventsConfig(endpoint="tcp://*:5557")
+    for one in (config(3), config(3, device="cpu"), config(3, name="ray", device="cuda")):
+        made = evolve(one, kv_events=events)
+        assert [each.kv_events.rank for each in replica_configs(made, lambda: 8, finds_devices)] == [0, 1, 2]
 
 
 def test_an_executor_that_finds_devices_is_assigned_none() -> None:

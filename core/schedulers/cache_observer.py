@@ -1,0 +1,74 @@
+"""What a block manager reports while it allocates, reuses and evicts blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.core.schedulers.hash_chain import HashChain
+
+
+class CacheObserver:
+    """Is notified of changes of the KV cache; each method here does nothing.
+
+    An entry is what a block table holds at one index: a block, or as many as its kind of layers has groups, known by
+    the number of the first. A kind is given by its index in CacheInfo.kinds.
+    """
+
+    def allocated(self, entry: int) -> None:
+        """A sequence has got an entry for new tokens."""
+
+    def reused(self, entries: Sequence[int]) -> None:
+        """A new sequence begins with these entries of earlier sequences."""
+
+    def stored(self, kind: int, entry: int, tokens: Sequence[int], chain: HashChain, index: int) -> None:
+        """An entry can be found in the prefix cache; its tokens may still be computed by a step in progress.
+
+        It is the full block at `index` of `tokens`, whose digests `chain` computes.
+        """
+
+    def evicted(self, entry: int) -> None:
+        """A cached entry is about to be removed, because its blocks are needed."""
+
+    def removed(self, kind: int, entry: int, digest: bytes) -> None:
+        """An entry can no longer be found in the prefix cache."""
+
+    def cleared(self) -> None:
+        """No entry can be found any more."""
+
+
+class CacheObservers(CacheObserver):
+    """Notifies several observers, in order."""
+
+    def __init__(self, observers: Sequence[CacheObserver]) -> None:
+        self._observers = tuple(observers)
+
+    def allocated(self, entry: int) -> None:
+        for observer in self._observers:
+            observer.allocated(entry)
+
+    def reused(self, entries: Sequence[int]) -> None:
+        for observer in self._observers:
+            observer.reused(entries)
+
+    def stored(self, kind: int, entry: int, tokens: Sequence[int], chain: HashChain, index: int) -> None:
+        for observer in self._observers:
+            observer.stored(kind, entry, tokens, chain, index)
+
+    def evicted(self, entry: int) -> None:
+        for observer in self._observers:
+            observer.evicted(entry)
+
+    def removed(self, kind: int, entry: int, digest: bytes) -> None:
+        for observer in self._observers:
+            observer.removed(kind, entry, digest)
+
+    def cleared(self) -> None:
+        for observer in self._observers:
+            observer.cleared()
+
+
+def joined(observers: Sequence[CacheObserver]) -> CacheObserver | None:
+    """One observer that stands for all; None for none, which costs a block manager nothing."""
+    if len(observers) < 2:
+        return observers[0] if observers else None
+    return CacheObservers(observers)
