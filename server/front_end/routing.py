@@ -154,9 +154,7 @@ class Router:
         key = blake2b(request.salt.encode(), digest_size=16).digest()
         key += request.cache_key.encode()
         open_loads = {replica: load for replica, load in enumerate(loads) if load is not None}
-        home = max(
-            open_loads, key=lambda replica: blake2b(key, digest_size=8, salt=self._names[replica]).digest()
-        )
+        home = max(open_loads, key=lambda replica: blake2b(key, digest_size=8, salt=self._names[replica]).digest())
         allowance = max(len(request.prompt), MIN_KEY_ALLOWANCE)
         return home if open_loads[home] <= min(open_loads.values()) + allowance else None
 

@@ -7,10 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
+
 from engine.core.executors import MessageDecoder
-from engine.server.http.prometheus import EngineReport
+from engine.core.types import CacheInfo, EngineStats, HistogramCounts
 from engine.server.http.service import Service
-from engine.server.ray_serve.messages import ReplicaReport
+from engine.server.metrics.replica_report import EngineReport
+from engine.server.ray_serve.messages import ReplicaState
 from engine.server.shared.heartbeat import Fault
 
 POLL_SECONDS = 1.0
@@ -24,12 +27,12 @@ class ClusterState:
 
     def __init__(self, engines: Any, timeout: float) -> None:
         """engines: Ray's handle of the deployment. timeout: server.health_timeout."""
-        self.reports: Sequence[ReplicaReport] = ()
+        self.reports: Sequence[ReplicaState] = ()
         """Of the replicas that have answered, by their ids."""
         self._engines = engines
         self._timeout = timeout
         self._since = time.time()
-        self._decoder: MessageDecoder[ReplicaReport] = MessageDecoder(ReplicaReport)
+        self._decoder: MessageDecoder[ReplicaState] = MessageDecoder(ReplicaState)
 
     def fault(self) -> Fault | None:
         """Why no replica can answer requests; None: at least one can."""
@@ -38,7 +41,7 @@ class ClusterState:
             return Fault(level="process", reason="no replica of the engine is running", since=self._since)
         return None if None in faults else faults[0]
 
-    async def ask(self, method: str) -> list[ReplicaReport]:
+    async def ask(self, method: str) -> list[ReplicaState]:
         """Call a method of all replicas that returns a report; those that answer in time."""
         try:
             answers = await self._engines.broadcast(method).results_async(
@@ -62,6 +65,8 @@ class RayService(Service):
     """See Service. Its replicas are Ray Serve's, whose number changes."""
 
     state: ClusterState
+    cache: CacheInfo
+    """Of one replica."""
 
     def engine_reports(self) -> Sequence[EngineReport]:
         return [EngineReport(up=one.fault is None, stats=one.stats, startup=one.startup) for one in self.state.reports]
@@ -79,3 +84,28 @@ class RayService(Service):
                 states.append(report.step_seconds)
         missing = Fault(level="process", reason="no replica of the engine answers", since=time.time())
         return states or [missing]
+
+
+def merged(stats: Sequence[EngineStats]) -> EngineStats:
+    """The sum of the statistics of several engines."""
+    return EngineStats(
+        **{
+            field.name: _sum([getattr(one, field.name) for one in stats], getattr(EngineStats(), field.name))
+            for field in attrs.fields(EngineStats)
+        }
+    )
+
+
+def _sum(values: Sequence[Any], zero: Any) -> Any:
+    """The sum of numbers, of histograms, or of tables of (name, number, ...) by their names. zero: that of the type."""
+    if isinstance(zero, int | float):
+        return sum(values, zero)
+    if isinstance(zero, HistogramCounts):
+        counts = [value.counts for value in values if value.counts]
+        return HistogramCounts(tuple(map(sum, zip(*counts, strict=True))), sum(value.sum for value in values))
+    if isinstance(zero, tuple):
+        rows: dict[str, tuple[float, ...]] = {}
+        for name, *numbers in (row for value in values for row in value):
+            rows[name] = tuple(map(sum, zip(rows.get(name, (0,) * len(numbers)), numbers, strict=True)))
+        return tuple((name, *numbers) for name, numbers in rows.items())
+    raise TypeError(f"statistics of the type {type(zero).__name__} cannot be summed")

@@ -11,16 +11,25 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import attrs
+from msgspec.structs import replace
 
 from engine.core.config import EngineConfig
 from engine.core.executors import MessageDecoder, encode
 from engine.core.hub import locate
 from engine.server.front_end.engine_client import EngineClient, OutputEvent, RequestGroup
 from engine.server.front_end.errors import ApiError
-from engine.server.ray_serve.messages import Declined, Ended, Produced, ReplicaReport, Run, Stop
+from engine.server.ray_serve.messages import Controlled, Declined, Ended, Produced, ReplicaState, Run, Stop
 from engine.server.ray_serve.options import engine_config
 from engine.server.shared.heartbeat import Fault
-from engine.server.shared.messages import METRICS_FILE, EngineDown, EngineEvent, Outputs, Started
+from engine.server.shared.messages import (
+    METRICS_FILE,
+    Control,
+    ControlAnswer,
+    EngineDown,
+    EngineEvent,
+    Outputs,
+    Started,
+)
 from engine.server.shared.metrics_table import MetricsTable
 from engine.server.shared.packed_logprobs import PackedLogprobs
 from engine.server.supervisor.engines import Engines
@@ -41,6 +50,7 @@ class EngineReplica:
         self._name = name
         self._runs: MessageDecoder[Run] = MessageDecoder(Run)
         self._stops: MessageDecoder[Stop] = MessageDecoder(Stop)
+        self._controls: MessageDecoder[Control] = MessageDecoder(Control)
         self._groups: dict[str, RequestGroup] = {}
         """The requests of each call in progress, by its ticket."""
         self._directory = tempfile.mkdtemp(prefix="engine-")
@@ -92,18 +102,28 @@ class EngineReplica:
             assert group is not None
             group.abort(choice)
 
+    async def control(self, message: bytes) -> bytes:
+        """Run a Control; a Controlled."""
+        control = self._controls.decode(message)
+        answer = ControlAnswer(control.number)
+        try:
+            answer = ControlAnswer(control.number, await self._client.control.call(0, control.name, control.arguments))
+        except ApiError as error:
+            answer = ControlAnswer(control.number, error=error.message, busy=error.code == "busy")
+        return encode(Controlled(self._name, answer))
+
     async def describe(self) -> bytes:
         """The engine's Started."""
         return encode(self._started)
 
     async def report(self) -> bytes:
-        """This replica's ReplicaReport."""
-        return encode(self._report(self._fault(), None))
+        """This replica's ReplicaState."""
+        return encode(self._state(self._fault(), None))
 
     async def probe(self) -> bytes:
-        """Make the engine compute a step; this replica's ReplicaReport."""
+        """Make the engine compute a step; this replica's ReplicaState."""
         answer = await self._link.probe(self._config.server.health_timeout)
-        return encode(self._report(answer, None) if isinstance(answer, Fault) else self._report(None, answer))
+        return encode(self._state(answer, None) if isinstance(answer, Fault) else self._state(None, answer))
 
     async def record_routing_stats(self) -> dict[str, int]:
         """For the router: the number of blocks in the prefix cache."""
@@ -129,15 +149,11 @@ class EngineReplica:
     def _fault(self) -> Fault | None:
         return self._link.fault(self._config.server.health_timeout)
 
-    def _report(self, fault: Fault | None, step_seconds: float | None) -> ReplicaReport:
-        report = ReplicaReport(
-            self._name, self._link.stats, tuple(self._started.cache.phases), step_seconds=step_seconds
-        )
-        if fault is not None:
-            return ReplicaReport(
-                report.replica, report.stats, report.startup, fault.level, fault.reason, fault.since, step_seconds
-            )
-        return report
+    def _state(self, fault: Fault | None, step_seconds: float | None) -> ReplicaState:
+        state = ReplicaState(self._name, self._link.stats, step_seconds=step_seconds)
+        if fault is None:
+            return state
+        return replace(state, level=fault.level, reason=fault.reason, since=fault.since)
 
 
 class EngineDeployment(EngineReplica):

@@ -63,7 +63,7 @@ class FrontEnd:
                 limits = LimitsTable.map(Path(directory) / LIMITS_FILE, 1, len(keys), 0)
         self._client = RayClient(self._config, metrics, engines, self._state.fault)
         service = RayService(self._config, self._client, tokenizer, started, int(time.time()), parser)
-        service.state = self._state
+        service.state, service.cache = self._state, started.cache
         self.application: ASGIApp = with_connections(make_app(service, keys, limits, plugins))
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 

@@ -6,7 +6,7 @@ import msgspec
 
 from engine.core.types import EngineStats, Request
 from engine.server.shared.heartbeat import Fault, FaultLevel
-from engine.server.shared.messages import Outputs
+from engine.server.shared.messages import ControlAnswer, Outputs
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -49,14 +49,19 @@ class Declined(msgspec.Struct, frozen=True, tag="declined"):
 Answer = Produced | Ended | Declined
 
 
-class ReplicaReport(msgspec.Struct, frozen=True):
+class Controlled(msgspec.Struct, frozen=True):
+    """A replica's answer to a Control."""
+
+    replica: str
+    answer: ControlAnswer
+
+
+class ReplicaState(msgspec.Struct, frozen=True):
     """State of an engine replica."""
 
     replica: str
     """Ray's id of the replica."""
     stats: EngineStats
-    startup: tuple[tuple[str, float], ...]
-    """(phase, seconds) of the start."""
     level: FaultLevel | None = None
     """Fields of the replica's Fault; None: it has none."""
     reason: str = ""

@@ -17,9 +17,9 @@ from engine.core.types import Request
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.engine_link import EngineLink
 from engine.server.front_end.errors import ApiError
-from engine.server.ray_serve.messages import Answer, Declined, Ended, Produced, Run, Stop
+from engine.server.ray_serve.messages import Answer, Controlled, Declined, Ended, Produced, Run, Stop
 from engine.server.shared.heartbeat import Fault
-from engine.server.shared.messages import Abort, Add, FrontEndToEngine, Outputs
+from engine.server.shared.messages import Abort, Add, Control, ControlAnswer, FrontEndToEngine, Outputs
 from engine.server.shared.metrics_table import MetricsTable
 from engine.server.shared.packed_logprobs import PackedLogprobs
 
@@ -85,10 +85,10 @@ class RayClient(EngineClient):
         self._fault_reader = fault
         super().__init__(config, metrics_table, 0)
 
-    def _make_link(self, context: zmq.Context[zmq.Socket[bytes]], replica: int) -> EngineLink:
-        return RayLink(
-            context, self._deliver, self._notify_groups, self.fail_requests, self._engines, self._fault_reader
-        )
+    def _make_link(
+        self, context: zmq.Context[zmq.Socket[bytes]], replica: int, on_outputs: Callable[[Outputs], None]
+    ) -> EngineLink:
+        return RayLink(context, on_outputs, self._notify_groups, self.fail_requests, self._engines, self._fault_reader)
 
 
 class RayLink(EngineLink):
@@ -106,10 +106,12 @@ class RayLink(EngineLink):
         """on_failure: called with the requests that have failed. engines, fault: see RayClient."""
         super().__init__(context, 0, on_outputs, on_batch_end)
         self._on_failure = on_failure
+        self._engines = engines
         self._generate = engines.options(method_name="generate", stream=True)
         self._stop = engines.options(method_name="stop")
         self._fault_reader = fault
         self._answers: MessageDecoder[Answer] = MessageDecoder(Answer)
+        self._controls: MessageDecoder[Controlled] = MessageDecoder(Controlled)
         self._calls: dict[int, _OpenCall] = {}
         """The call of each request that has not ended, by the request's number."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -122,6 +124,8 @@ class RayLink(EngineLink):
                     first += choices
             case Abort(numbers):
                 self._abort(numbers)
+            case Control():
+                self._keep(asyncio.get_running_loop().create_task(self._control(message)))
 
     def fault(self, timeout: float) -> Fault | None:
         return self._fault_reader()
@@ -134,8 +138,28 @@ class RayLink(EngineLink):
         self._calls |= dict.fromkeys(call.numbers, call)
         # In a context of its own: Ray Serve takes calls from one HTTP request for one call.
         call.task = asyncio.get_running_loop().create_task(self._run(call), context=contextvars.Context())
-        self._tasks.add(call.task)
-        call.task.add_done_callback(self._tasks.discard)
+        self._keep(call.task)
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        """Hold a task until it is done."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _control(self, message: Control) -> None:
+        """Run a control call on all replicas; its value has that of each, by the replica's name."""
+        values: dict[str, Any] = {}
+        answer = ControlAnswer(message.number, {"engines": values})
+        try:
+            for data in await self._engines.broadcast("control", encode(message)).results_async():
+                one = self._controls.decode(data)
+                if one.answer.error:
+                    error = f"replica {one.replica}: {one.answer.error}"
+                    answer = ControlAnswer(message.number, error=error, busy=one.answer.busy)
+                values[one.replica] = one.answer.value
+        except Exception as error:  # Ray has many, for a replica that died or cannot be reached
+            log.error("a control call failed: %s", error)
+            answer = ControlAnswer(message.number, error=f"a replica of the engine failed: {_reason(error)}")
+        self._on_outputs(Outputs([], [], [], [], None, [], [answer]))
 
     def _abort(self, numbers: Iterable[int]) -> None:
         stopped: dict[_OpenCall, list[int]] = {}

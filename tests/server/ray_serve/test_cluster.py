@@ -21,7 +21,7 @@ import pytest
 
 from engine.core.config.tree import CacheConfig, EngineConfig, ExecutorConfig, ModelConfig, ServerConfig
 from engine.core.executors import MessageDecoder
-from engine.server.ray_serve.messages import ReplicaReport
+from engine.server.ray_serve.messages import ReplicaState
 from engine.server.ray_serve.options import Options
 
 pytestmark = [
@@ -40,9 +40,9 @@ class Cluster:
     def __init__(self, url: str, until: Callable[..., float]) -> None:
         self.url = url
         self.until = until
-        self._decoder: MessageDecoder[ReplicaReport] = MessageDecoder(ReplicaReport)
+        self._decoder: MessageDecoder[ReplicaState] = MessageDecoder(ReplicaState)
 
-    def reports(self) -> list[ReplicaReport]:
+    def reports(self) -> list[ReplicaState]:
         """Of all replicas that answer."""
         from ray import serve
 
@@ -143,7 +143,7 @@ def deploy(cluster: str, until: Callable[..., float]) -> Iterator[Callable[..., 
         config = EngineConfig(
             model=ModelConfig(path="/somewhere/tiny"),
             executor=ExecutorConfig(device="cpu", options={"delay": 0.002, **(engine or {})}),
-            server=ServerConfig(log_level="info"),
+            server=ServerConfig(log_level="info", admin_api_key=("admin",)),
         )
         application = make_application(
             config,
@@ -307,7 +307,11 @@ def test_routes_answer_as_on_one_machine(deploy: Callable[..., Cluster]) -> None
             "/v1/chat/completions", json={"model": "tiny", "messages": [{"role": "user", "content": "say hi"}]}
         )
         assert chat.json()["choices"][0]["message"]["content"] == "hi"
-        cluster.until(lambda: 'engine_up{replica="1"} 1.0' in client.get("/metrics").text)
+        metrics = [line for line in client.get("/metrics").text.splitlines() if line.startswith("engine_up{")]
+        assert len(metrics) == 1
+        assert metrics[0].endswith(" 1.0") or metrics[0].endswith(" 1")
+        freed = client.post("/reset_prefix_cache", headers={"authorization": "Bearer admin"}).json()
+        assert len(freed["replicas"][0]["engines"]) == 2
 
 
 def test_the_demo_model_answers_and_reuses_a_prefix(cluster: str, until: Callable[..., float], record: Any) -> None:

@@ -15,7 +15,7 @@ from engine.core.errors import EngineError
 from engine.core.executors import MessageDecoder, encode
 from engine.core.types import Output, Request, SamplingParams
 from engine.server.ray_serve.engine import EngineReplica, batches
-from engine.server.ray_serve.messages import Answer, Declined, Ended, Produced, ReplicaReport, Run, Stop
+from engine.server.ray_serve.messages import Answer, Declined, Ended, Produced, ReplicaState, Run, Stop
 from engine.server.shared.messages import Started
 
 Body = Callable[[EngineReplica], Coroutine[Any, Any, None]]
@@ -63,8 +63,8 @@ def tokens(all_answers: list[Answer]) -> dict[int, list[int]]:
     return made
 
 
-async def report(replica: EngineReplica) -> ReplicaReport:
-    return MessageDecoder[ReplicaReport](ReplicaReport).decode(await replica.report())
+async def report(replica: EngineReplica) -> ReplicaState:
+    return MessageDecoder[ReplicaState](ReplicaState).decode(await replica.report())
 
 
 async def until(condition: Callable[[], Coroutine[Any, Any, bool]]) -> None:
@@ -79,7 +79,7 @@ def test_a_run_yields_the_tokens_of_all_choices(run: Callable[..., None]) -> Non
         assert [len(several[choice]) for choice in range(3)] == [30] * 3
         assert MessageDecoder[Started](Started).decode(await replica.describe()).max_len == 256
         assert await replica.record_routing_stats() == {"blocks": 100}
-        probed = MessageDecoder[ReplicaReport](ReplicaReport).decode(await replica.probe())
+        probed = MessageDecoder[ReplicaState](ReplicaState).decode(await replica.probe())
         assert probed.fault is None
         assert probed.step_seconds is not None
         await replica.check_health()

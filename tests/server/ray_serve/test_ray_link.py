@@ -11,6 +11,7 @@ import pytest
 from engine.core.config.tree import EngineConfig
 from engine.core.executors import MessageDecoder, encode
 from engine.core.types import Output, Request, SamplingParams
+from engine.server.front_end.engine_client import RequestGroup
 from engine.server.front_end.errors import ApiError
 from engine.server.ray_serve import ray_link
 from engine.server.ray_serve.messages import Answer, Declined, Ended, Produced, Run, Stop
@@ -73,7 +74,7 @@ def request(max_tokens: int = 3) -> Request:
 
 def run(handle: Handle, body: Callable[[RayClient], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
-        table = MetricsTable([memoryview(bytearray(8 * (FrontEndMetrics.SIZE + 1))).cast("d")])
+        table = MetricsTable([memoryview(bytearray(8 * FrontEndMetrics.size(1))).cast("d")])
         client = RayClient(EngineConfig(), table, handle, lambda: None)
         try:
             await body(client)
@@ -83,6 +84,12 @@ def run(handle: Handle, body: Callable[[RayClient], Coroutine[Any, Any, None]]) 
             client.close()
 
     asyncio.run(main())
+
+
+async def take_all(group: RequestGroup) -> None:
+    """Take events until there is an error."""
+    while True:
+        await group.next()
 
 
 async def finish(client: RayClient, choices: int = 1) -> list[tuple[int, tuple[int, ...]]]:
@@ -217,10 +224,8 @@ def test_a_failed_call_ends_all_requests_of_its_group() -> None:
 
     async def body(client: RayClient) -> None:
         with client.submit([request(), request()]) as group:
-            for _ in range(2):
-                await group.next()
             with pytest.raises(ApiError, match="the replica is gone"):
-                await group.next()
+                await take_all(group)
         while not handle.streams[0].cancelled:
             await asyncio.sleep(0)
 
