@@ -69,7 +69,9 @@ class RayService(Service):
     """Of one replica."""
 
     def engine_reports(self) -> Sequence[EngineReport]:
-        return [EngineReport(up=one.fault is None, stats=one.stats, startup=one.startup) for one in self.state.reports]
+        # One for all, since the number of series must not change with that of replicas.
+        stats = merged([report.stats for report in self.state.reports])
+        return [EngineReport(up=self.state.fault() is None, stats=stats, startup=self.cache.phases, cache=self.cache)]
 
     def faults(self) -> Sequence[Fault | None]:
         return [report.fault for report in self.state.reports] or [self.state.fault()]

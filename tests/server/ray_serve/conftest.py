@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import json
 import os
-import platform
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -32,15 +29,11 @@ class Record:
     def write(self) -> None:
         import ray
 
-        commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-        report = {
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "python": platform.python_version(),
-            "ray": ray.__version__,
-            "commit": commit.stdout.strip(),
-            "results": self.results,
-        }
-        Path(self._file).write_text(json.dumps(report, indent=2) + "\n")
+        from engine.cli.bench.report import header, write
+
+        settings = {"ray": ray.__version__, "nodes": 1, "cores": os.cpu_count(), "engine": "tests/server/fake_engine.py"}
+        Path(self._file).parent.mkdir(parents=True, exist_ok=True)
+        write(Path(self._file), header("ray-serve", "CPU", settings) | {"rows": self.results})
 
 
 @pytest.fixture(scope="session")

@@ -254,18 +254,25 @@ def test_replicas_scale_from_one_to_three_and_back_without_a_lost_request(
 
 
 def test_a_replica_that_is_scaled_away_finishes_its_requests(
-    deploy: Callable[..., Cluster], gate: Any, record: Any
+    deploy: Callable[..., Cluster], gate: Any, tmp_path: Path, record: Any
 ) -> None:
-    options = {"target_requests": 4, "upscale_delay": 1.0, "downscale_delay": 2.0, "load_window": 3.0}
-    cluster = deploy(min_replicas=2, max_replicas=3, **options)
-    with streams(cluster, 4, prompt=gate.prompt) as held:
-        cluster.until(lambda: sorted(cluster.running().values()) == [2, 2])
-        deploy(min_replicas=1, max_replicas=3, **options)  # 4 requests: one replica is enough
-        cluster.until(lambda: len(cluster.reports()) == 1)
-        gate.open()
-    assert [(answer.error, answer.text) for answer in held] == [(None, ALPHABET[:20])] * 4
+    other = type(gate)(tmp_path / "other")
+    cluster = deploy(
+        min_replicas=1, max_replicas=3, target_requests=4, upscale_delay=1.0, downscale_delay=2.0, load_window=3.0
+    )
+    long = {"prompt": other.prompt, "max_tokens": 150}  # so that the output costs more than the common prefix saves
+    with streams(cluster, 2, prompt=other.prompt) as held, streams(cluster, 12, prompt=gate.prompt):
+        cluster.until(lambda: len(cluster.reports()) == 3)
+        with streams(cluster, 1, **long) as one, streams(cluster, 1, **long) as two:
+            cluster.until(lambda: all(count > 0 for count in cluster.running().values()))
+            gate.open()
+            # Two of the three are to go, and each has a request that is held.
+            cluster.until(lambda: len(cluster.reports()) == 1)
+            other.open()
+    assert [(answer.error, answer.text) for answer in held] == [(None, ALPHABET[:20])] * 2
+    assert [(answer.error, len(answer.text)) for answer in (*one, *two)] == [(None, 150)] * 2
     seconds = cluster.until(lambda: cluster.num_replicas() == 1)
-    record.add("scaled away under load", requests=4, failed=0, seconds_to_exit=round(seconds, 1))
+    record.add("scaled away under load", requests=16, failed=0, seconds_to_exit=round(seconds, 1))
 
 
 def test_a_disconnect_frees_the_request_and_equal_prefixes_meet(
@@ -307,6 +314,7 @@ def test_routes_answer_as_on_one_machine(deploy: Callable[..., Cluster]) -> None
             "/v1/chat/completions", json={"model": "tiny", "messages": [{"role": "user", "content": "say hi"}]}
         )
         assert chat.json()["choices"][0]["message"]["content"] == "hi"
+        assert client.get("/metrics").status_code == 200
         metrics = [line for line in client.get("/metrics").text.splitlines() if line.startswith("engine_up{")]
         assert len(metrics) == 1
         assert metrics[0].endswith(" 1.0") or metrics[0].endswith(" 1")

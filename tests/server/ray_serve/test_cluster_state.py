@@ -6,9 +6,20 @@ from typing import Any
 import attrs
 
 from engine.core.executors import encode
-from engine.core.types import EngineStats, HistogramCounts
-from engine.server.ray_serve.cluster_state import ClusterState, merged
+from engine.core.types import CacheInfo, EngineStats, HistogramCounts
+from engine.server.ray_serve.cluster_state import ClusterState, RayService, merged
 from engine.server.ray_serve.messages import ReplicaState
+
+CACHE = CacheInfo(
+    num_blocks=100,
+    block_size=16,
+    weights_bytes=1,
+    activation_bytes=1,
+    kv_bytes=1,
+    budget_bytes=1,
+    device="cpu",
+    dtype="float32",
+)
 
 
 def test_statistics_of_several_engines_are_summed_field_by_field() -> None:
@@ -57,6 +68,11 @@ def test_the_state_has_a_fault_while_no_replica_can_answer() -> None:
         await state.update()
         assert [report.replica for report in state.reports] == ["a", "b"]
         assert state.fault() is None
+        service = RayService.__new__(RayService)
+        service.state, service.cache = state, CACHE
+        (report,) = service.engine_reports()
+        assert (report.up, report.stats.running, report.cache) == (True, 1, CACHE)
+        assert [fault is None for fault in service.faults()] == [False, True]
         await state.update()
         fault = state.fault()
         assert fault is not None

@@ -223,9 +223,8 @@ def test_a_failed_call_ends_all_requests_of_its_group() -> None:
     handle = Handle(endless, died)
 
     async def body(client: RayClient) -> None:
-        with client.submit([request(), request()]) as group:
-            with pytest.raises(ApiError, match="the replica is gone"):
-                await take_all(group)
+        with pytest.raises(ApiError, match="the replica is gone"), client.submit([request(), request()]) as group:
+            await take_all(group)
         while not handle.streams[0].cancelled:
             await asyncio.sleep(0)
 
