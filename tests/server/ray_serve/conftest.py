@@ -31,7 +31,7 @@ class Record:
 
         from engine.cli.bench.report import header, write
 
-        settings = {"ray": ray.__version__, "nodes": 1, "cores": os.cpu_count(), "engine": "tests/server/fake_engine.py"}
+        settings = {"ray": ray.__version__, "cores": os.cpu_count(), "engine": "tests/server/fake_engine.py"}
         Path(self._file).parent.mkdir(parents=True, exist_ok=True)
         write(Path(self._file), header("ray-serve", "CPU", settings) | {"rows": self.results})
 
