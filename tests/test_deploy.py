@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import attrs
 import pytest
 import yaml
 
@@ -21,7 +22,7 @@ from engine.server.front_end.main import ERROR_EVENT_TIMEOUT
 from engine.server.http.access import PUBLIC
 from engine.server.http.prometheus import PrometheusExporter
 from engine.server.metrics.replica_report import EngineReport
-from engine.server.ray_serve.options import read_arguments
+from engine.server.ray_serve.options import Options, read_arguments
 from engine.server.shared.metrics_table import FrontEndMetrics, MetricsTable
 from engine.server.supervisor.main import SHUTDOWN_SECONDS
 
@@ -154,6 +155,11 @@ def test_settings_of_kubernetes_and_ray_are_accepted(tmp_path: Path) -> None:
     config, scale = read_arguments(application["args"])
     assert config.server.allowed_hosts == ("*",)
     assert scale.max_replicas > scale.min_replicas
+
+
+def test_every_option_of_the_ray_serve_application_is_documented() -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    assert not [field.name for field in attrs.fields(Options) if f"`serve.{field.name}`" not in page]
 
 
 def test_the_names_of_keys_are_those_that_the_server_reads() -> None:
