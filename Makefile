@@ -5,6 +5,7 @@
 #   CONSTRAINTS=            install without the versions of constraints.txt
 #   ARGS="--port 9000"      more options for `engine serve` or pytest
 #   SCREENSHOTS=docs/img    folder for the pictures that `make browser-test` takes
+#   RESULTS=FILE            what `make ray-serve-test` writes its figures to, as JSON
 #   WORKERS=3               processes that run the tests; 0: all in one, as for --pdb
 
 PYTHON ?= python3
@@ -13,6 +14,7 @@ CONSTRAINTS ?= constraints.txt
 TORCH_INDEX ?=
 ARGS ?=
 WORKERS ?= 3
+RESULTS ?= build/ray-serve.json
 
 BIN := $(VENV)/bin
 # Packages of the tests in a browser alone, next to the virtual environment.
@@ -27,7 +29,7 @@ installed = $(VENV)/.installed-$(1)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := check
-.PHONY: check lint format types tests test browser-test clients serve docs site linkcheck format-fix clean
+.PHONY: check lint format types tests test browser-test ray-serve-test clients serve docs site linkcheck format-fix clean
 
 check: lint format types tests ## lint, format, types and tests
 
@@ -48,6 +50,9 @@ test: $(call installed,test) ## the tests, with only what they need
 
 browser-test: $(call installed,test) $(BROWSER_PACKAGES)/.installed ## the page at / in Chromium, which must be there
 	BROWSER_PACKAGES=$(BROWSER_PACKAGES) SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest tests/server/browser $(ARGS)
+
+ray-serve-test: $(call installed,test) $(call installed,ray-serve) ## the Ray Serve application on a cluster on this machine, a few minutes
+	RAY_SERVE_RESULTS=$(RESULTS) $(BIN)/python -m pytest tests/server/ray_serve $(ARGS)
 
 # Each environment has what the others' versions exclude; Node.js has to be there, 20 or newer.
 CLIENTS := build/clients

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         parse_bytes as parse_bytes,
     )
     from engine.core.config.model_name import is_hub_name as is_hub_name, served_name as served_name
-    from engine.core.config.structure import show as show
+    from engine.core.config.structure import show as show, structure_options as structure_options
     from engine.core.config.tree import (
         AUTO as AUTO,
         EngineConfig as EngineConfig,
@@ -46,7 +46,7 @@ __getattr__, __dir__, __all__ = exports(
         "parse_bytes",
     ),
     model_name=("is_hub_name", "served_name"),
-    structure=("show",),
+    structure=("show", "structure_options"),
     tree=(
         "AUTO",
         "EngineConfig",

@@ -142,11 +142,17 @@ class EngineClient:
         """By replica, the numbers of requests whose abort has not been sent."""
         self._context = zmq.Context()
         self.links = [
-            EngineLink(self._context, replica, partial(self._deliver, metrics), self._notify_groups)
+            self._make_link(self._context, replica, partial(self._deliver, metrics))
             for replica, metrics in enumerate(self.metrics.replicas)
         ]
         self.control = ControlCalls(self.links)
         self.router = Router([0] * limits.replicas, config.cache.block_size)
+
+    def _make_link(
+        self, context: zmq.Context[zmq.Socket[bytes]], replica: int, on_outputs: Callable[[Outputs], None]
+    ) -> EngineLink:
+        """Make the link to a replica, which calls `on_outputs` with each message."""
+        return EngineLink(context, replica, on_outputs, self._notify_groups)
 
     def connect(self, directory: str, name: str, started: Started) -> None:
         """Connect to an engine process that has started, under the ZeroMQ identity `name`.
@@ -221,6 +227,10 @@ class EngineClient:
     def fail(self, error: ApiError, group: RequestGroup | None = None) -> None:
         """End all open requests, or those of `group`, with this error and abort them in the engine."""
         self._fail({entry.group for entry in self._open.values()} if group is None else {group}, error)
+
+    def fail_requests(self, numbers: Iterable[int], error: ApiError) -> None:
+        """End the groups of these requests with this error, and abort their other requests in the engine."""
+        self._fail({self._open[number].group for number in numbers if number in self._open}, error)
 
     def mark_down(self, down: EngineDown) -> None:
         """Fail every group with a request on a replica whose engine process has exited."""

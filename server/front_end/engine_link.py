@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import zmq
 from engine.core.executors import MessageDecoder, encode
 from engine.core.types import EngineStats
 from engine.server.shared.heartbeat import Fault, Heartbeat
-from engine.server.shared.messages import SOCKET, EngineDown, FrontEndToEngine, Hello, Outputs, Started
+from engine.server.shared.messages import SOCKET, EngineDown, FrontEndToEngine, Hello, Outputs, Probe, Started
+
+PROBE_POLL = 0.01
+"""Seconds between two reads of the heartbeat while waiting for a step."""
 
 
 class EngineLink:
@@ -77,6 +81,24 @@ class EngineLink:
                 level="process", reason=down.reason, since=down.since, starting=down.starting, restart=down.restart
             )
         return None if self.heartbeat is None else self.heartbeat.fault(timeout)
+
+    async def probe(self, timeout: float) -> float | Fault:
+        """Make the replica compute a step; the seconds until it completed, or the replica's fault.
+
+        timeout: server.health_timeout.
+        """
+        requested = time.monotonic()
+        if self.down is None:
+            self.send(Probe())
+        while True:
+            if (fault := self.fault(timeout)) is not None:
+                return fault
+            assert self.heartbeat is not None
+            if self.heartbeat.step_completed > requested:
+                return time.monotonic() - requested
+            if time.monotonic() - requested > timeout:
+                return self.heartbeat.missing_step(requested)
+            await asyncio.sleep(PROBE_POLL)
 
     def close(self) -> None:
         """Close the socket; a no-op if closed already."""

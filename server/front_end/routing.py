@@ -12,7 +12,7 @@ alone. They go elsewhere, by cost, while the home's load exceeds the lowest load
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from itertools import count, groupby
 
@@ -51,7 +51,7 @@ class PrefixIndex:
 
     def __init__(self, max_blocks: int) -> None:
         """max_blocks: blocks in the cache. Beyond that the least recently used are forgotten, as in the cache."""
-        self._max_blocks = max_blocks
+        self.max_blocks = max_blocks
         self._digests: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class PrefixIndex:
         for digest in reversed(digests):  # so that a prefix is forgotten from its end
             self._digests[digest] = None
             self._digests.move_to_end(digest)
-        while len(self._digests) > self._max_blocks:
+        while len(self._digests) > self.max_blocks:
             self._digests.popitem(last=False)
 
 
@@ -79,6 +79,7 @@ class Router:
     def __init__(self, num_blocks: Sequence[int], block_size: int) -> None:
         """num_blocks: in each replica's prefix cache, 0 if it has none. block_size: tokens per block."""
         self._block_size = block_size
+        self._names = [b"%d" % replica for replica in range(len(num_blocks))]
         self._prefixes = [PrefixIndex(min(blocks, MAX_INDEXED_BLOCKS)) for blocks in num_blocks]
         self._any_cache = any(num_blocks)
         self._digest_cache = DigestCache(MAX_INDEXED_BLOCKS)
@@ -88,6 +89,19 @@ class Router:
         """Forget a replica's blocks: its prefix cache is empty and has `num_blocks` blocks, 0 if it has none."""
         self._prefixes[replica] = PrefixIndex(min(num_blocks, MAX_INDEXED_BLOCKS))
         self._any_cache = self._any_cache or num_blocks > 0
+
+    def change_replicas(self, num_blocks: Mapping[str, int]) -> None:
+        """Choose among these replicas from now on, in the order of `num_blocks`.
+
+        num_blocks: in the prefix cache of each replica by its name, which has 16 bytes at most, and which no other
+        replica has had before. What is known of a replica that stays is kept, and cache keys keep their homes.
+        """
+        known = dict(zip(self._names, self._prefixes, strict=True))
+        self._names = [name.encode() for name in num_blocks]
+        self._prefixes = [known.get(name, PrefixIndex(0)) for name in self._names]
+        for index, blocks in zip(self._prefixes, num_blocks.values(), strict=True):
+            index.max_blocks = min(blocks, MAX_INDEXED_BLOCKS)
+        self._any_cache = any(num_blocks.values())
 
     def place(self, requests: Sequence[Request], loads: Sequence[float | None], choices: int = 1) -> list[Placement]:
         """Choose a replica for each request with its `choices`; adjacent requests with equal prompts stay together.
@@ -140,7 +154,7 @@ class Router:
         key = blake2b(request.salt.encode(), digest_size=16).digest()
         key += request.cache_key.encode()
         open_loads = {replica: load for replica, load in enumerate(loads) if load is not None}
-        home = max(open_loads, key=lambda replica: blake2b(key, digest_size=8, salt=b"%d" % replica).digest())
+        home = max(open_loads, key=lambda replica: blake2b(key, digest_size=8, salt=self._names[replica]).digest())
         allowance = max(len(request.prompt), MIN_KEY_ALLOWANCE)
         return home if open_loads[home] <= min(open_loads.values()) + allowance else None
 

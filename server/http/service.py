@@ -19,7 +19,6 @@ from engine.core.text import TokenCache, Tokenizer
 from engine.core.tokens import Tokens
 from engine.core.types import Request, SamplingParams
 from engine.server.front_end.engine_client import EngineClient
-from engine.server.front_end.engine_link import EngineLink
 from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http.call_arguments import with_arguments
 from engine.server.http.errors import ErrorBody, invalid
@@ -27,14 +26,12 @@ from engine.server.http.messages import Message, template_message
 from engine.server.http.text_threads import TextThreads
 from engine.server.metrics.replica_report import EngineReport
 from engine.server.shared.heartbeat import Fault
-from engine.server.shared.messages import Probe, Started
+from engine.server.shared.messages import Started
 
 T = TypeVar("T")
 
 TEMPLATE_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 """Parameters of Tokenizer.chat, which chat_template_kwargs must not contain."""
-PROBE_POLL = 0.01
-"""Seconds between two reads of the heartbeat while waiting for a step."""
 THREAD_CHARS = 8192
 """Longer texts are tokenized in a thread, so that running streams are not delayed."""
 THREAD_TOKENS = 1024
@@ -108,7 +105,7 @@ class Service:
         """An id for a tool call to which the model has given none, as the model's format has them."""
         return f"call_{uuid.uuid4().hex}" if self.parser is None else self.parser.new_call_id()
 
-    def engine_reports(self) -> list[EngineReport]:
+    def engine_reports(self) -> Sequence[EngineReport]:
         """State and statistics of each replica, for /metrics."""
         return [
             EngineReport(
@@ -121,28 +118,13 @@ class Service:
             for link in self.client.links
         ]
 
-    def faults(self) -> list[Fault | None]:
+    def faults(self) -> Sequence[Fault | None]:
         """The fault of each replica, or None, without asking the engine processes."""
         return [link.fault(self.limits.health_timeout) for link in self.client.links]
 
-    async def probe(self) -> list[float | Fault]:
+    async def probe(self) -> Sequence[float | Fault]:
         """Make each replica compute a step; the seconds until it completed, or the replica's fault."""
-        return await asyncio.gather(*map(self._probe, self.client.links))
-
-    async def _probe(self, link: EngineLink) -> float | Fault:
-        timeout = self.limits.health_timeout
-        requested = time.monotonic()
-        if link.down is None:
-            link.send(Probe())
-        while True:
-            if (fault := link.fault(timeout)) is not None:
-                return fault
-            assert link.heartbeat is not None
-            if link.heartbeat.step_completed > requested:
-                return time.monotonic() - requested
-            if time.monotonic() - requested > timeout:
-                return link.heartbeat.missing_step(requested)
-            await asyncio.sleep(PROBE_POLL)
+        return await asyncio.gather(*(link.probe(self.limits.health_timeout) for link in self.client.links))
 
     def check_model(self, model: str | None) -> None:
         """Raise ApiError unless `model` is the served model or None."""

@@ -32,6 +32,7 @@ from engine.server.supervisor.child import become_subreaper
 from engine.server.supervisor.engines import Engines
 from engine.server.supervisor.front_ends import FrontEnds
 from engine.server.supervisor.replicas import cores, count_gpus, finds_devices, replica_configs
+from engine.server.supervisor.service_manager import notify
 from engine.server.supervisor.summary import summary
 
 SHUTDOWN_SECONDS = 5.0
@@ -127,7 +128,9 @@ class _Server:
             accept = asyncio.ensure_future(front_ends.accept(bound))
             slowest = max(started, key=lambda each: each.seconds)
             self._announce(summary(slowest, self._config, listener.url(bound, self._config.server)))
+            notify("READY=1")
             await asyncio.wait((stop, accept), return_when=asyncio.FIRST_COMPLETED)
+            notify("STOPPING=1")
             engines.drain()
             await front_ends.drain()
             code = 1 if engines.any_down else 0
