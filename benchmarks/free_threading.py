@@ -6,10 +6,12 @@ Both are interpreters of one version, each with the project and its dependencies
 median of each figure counts. A run is one of
 
 - scheduler: benchmarks/scheduler.py, as steps per second of planning and committing
-- throughput: `engine bench throughput` with the demo model on the CPU, as steps per second
+- engine: the demo model on the CPU with one thread, as steps per second of processor time, so that other load
+  does not count
 - server: benchmarks/server.py, processor time of a front end and of the engine process per streamed token
 - latency: benchmarks/worst_latency.py, for two requests that a front end handles in threads
-- texts: rendering and tokenizing chats in 1, 2 and 4 threads of one process, as a front end does with long ones
+- texts: rendering chats, alone and with tokenizing them, in 1, 2 and 4 threads of one process, as a front end does with
+  long ones; templates are Python code, while the tokenizer releases the GIL
 
 "the GIL is off" is 1 where an interpreter that could run without the GIL did so until the end of the run.
 """
@@ -38,19 +40,19 @@ Figures = dict[tuple[str, str], float]
 """Values by metric and unit."""
 
 THREADS = (1, 2, 4)
-CHATS, MESSAGES, CHARS = 32, 60, 300
-"""Chats that the threads share, messages of a chat, and characters of a message."""
-ENGINE = ("-P", "-c", "from engine.cli.main import main; main()")
-LOAD = ("--load", "64:128:64", "--repeat", "3", "--bandwidth", "0.02", "--matmul", "0.1")
+CHATS, REPEATS, MESSAGES, CHARS = 32, 4, 60, 300
+"""Chats that the threads share, how often each comes, messages of a chat, and characters of a message."""
+LOADS = ((1, 128, 256), (64, 128, 64))
+"""Loads of `engine`: requests, prompt tokens, output tokens."""
 CASES = "^(3,000 messages of 20 characters|256 prompts of 8,191 characters)"
 
 
-def run_script(python: str, *arguments: str) -> Mapping[str, Any]:
-    """Run a command that writes JSON to a file, and return what it wrote."""
+def run_script(python: str, *arguments: str, **environment: str) -> Mapping[str, Any]:
+    """Run a command that writes JSON to a file, and return what it wrote. environment: further variables."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "result.json"
         command = [python, *arguments, "--json", str(file)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=HERE.parent)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=HERE.parent, env=os.environ | environment)
         result: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return result
 
@@ -66,14 +68,10 @@ def scheduler(python: str) -> Figures:
     return {(load, "steps/s"): 1e6 / each for load, each in spent.items()}
 
 
-def throughput(python: str) -> Figures:
-    """Steps and tokens per second of the engine in one process."""
-    rows = run_script(python, *ENGINE, "bench", "throughput", "--device", "cpu", *LOAD)["rows"]
-    found = {row["metric"]: row["value"] for row in rows}
-    return {
-        ("demo model, 64 requests", "steps/s"): 1e3 / found["mean step"],
-        ("demo model, 64 requests", "output tokens/s"): found["output tokens a second"],
-    }
+def engine(python: str) -> Figures:
+    """Steps per second of the engine in one process, of its processor time."""
+    found = run_script(python, str(Path(__file__)), "--measure", "engine", OMP_NUM_THREADS="1")
+    return {(name, "steps/s"): value for name, value in found.items()}
 
 
 def server(python: str) -> Figures:
@@ -92,13 +90,13 @@ def latency(python: str) -> Figures:
 
 def texts(python: str) -> Figures:
     """Chats per second, rendered and tokenized, by number of threads."""
-    rows = run_script(python, str(Path(__file__)), "--render")
-    return {(name, "chats/s" if "threads" in name else "1 or 0"): value for name, value in rows.items()}
+    found = run_script(python, str(Path(__file__)), "--measure", "texts")
+    return {(name, "chats/s" if "threads" in name else "1 or 0"): value for name, value in found.items()}
 
 
 RUNS: Mapping[str, Callable[[str], Figures]] = {
     "scheduler": scheduler,
-    "throughput": throughput,
+    "engine": engine,
     "server": server,
     "latency": latency,
     "texts": texts,
@@ -120,16 +118,39 @@ def render_chats() -> dict[str, float]:
         ]
         for number in range(CHATS)
     ]
-    tokenizer.chat(chats[0])
     rates: dict[str, float] = {}
-    for threads in THREADS:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(tokenizer.chat, chats[:threads]))
-            begin = time.perf_counter()
-            list(pool.map(tokenizer.chat, chats))
-            rates[f"rendering and tokenizing, {threads} threads"] = CHATS / (time.perf_counter() - begin)
+    for name, work in (("rendering", tokenizer.render_chat), ("rendering and tokenizing", tokenizer.chat)):
+        for threads in THREADS:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(work, chats[:threads]))
+                begin = time.perf_counter()
+                list(pool.map(work, chats * REPEATS))
+                rates[f"{name}, {threads} threads"] = REPEATS * CHATS / (time.perf_counter() - begin)
     enabled = getattr(sys, "_is_gil_enabled", lambda: True)()
     return rates | {"the GIL is off": float(not enabled)}
+
+
+def run_engine() -> dict[str, float]:
+    """The figures of `engine`, in this process."""
+    import engine.demo
+    from engine.cli.bench.load import make_load, opened, run_load
+    from engine.core.config import load_config
+
+    path = Path(engine.demo.__file__ or "").with_name("engine-demo")
+    overrides = {"model.path": str(path), "executor.device": "cpu", "cache.memory": "256MiB"}
+    rates: dict[str, float] = {}
+    with opened(load_config(overrides=overrides).config) as opened_engine:
+        for count, prompt, output in LOADS:
+            load = make_load(count, (prompt, prompt), (output, output), 0)
+            run_load(opened_engine, load, prefix="warm-")
+            begin = time.process_time()
+            steps = run_load(opened_engine, load, prefix="run-").steps
+            rates[f"demo model, {load.name}"] = steps / (time.process_time() - begin)
+    return rates
+
+
+MEASUREMENTS: Mapping[str, Callable[[], dict[str, float]]] = {"engine": run_engine, "texts": render_chats}
+"""Runs of this file itself, in the interpreter that is measured."""
 
 
 def build(python: str) -> str:
@@ -142,14 +163,14 @@ def build(python: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pythons", nargs="*", metavar="PYTHON", help="with the GIL, then without")
-    parser.add_argument("--render", action="store_true", help="measure `texts` in this interpreter")
+    parser.add_argument("--measure", choices=MEASUREMENTS, help="measure one run in this interpreter")
     parser.add_argument("--runs", type=int, default=5, help="runs of each interpreter")
     parser.add_argument("--only", default=",".join(RUNS), help="names of the runs, with commas")
     parser.add_argument("--machine", default="", help="name of the machine in the result, and its load")
     parser.add_argument("--json", type=Path, help="file to write the result to")
     arguments = parser.parse_args()
-    if arguments.render:
-        rates = render_chats()
+    if arguments.measure:
+        rates = MEASUREMENTS[arguments.measure]()
         for name, value in rates.items():
             print(f"{name:40} {value:10.2f}")
         if arguments.json:
