@@ -166,6 +166,10 @@ class Scheduler:
         self._retire(state)
         return Output(request=request_id, finish_reason=FINISH_ABORT, cached_tokens=state.cached_tokens)
 
+    def reset_prefix_cache(self) -> int:
+        """Empty the prefix cache and return the number of blocks freed; running requests keep their own blocks."""
+        return self._blocks.forget_prefixes()
+
     def schedule(self, now: float) -> Step | None:
         """Plan the next step; None if there is no work, or none before the result of a step in flight is committed."""
         if not self._queues.requests:

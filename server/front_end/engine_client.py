@@ -15,6 +15,7 @@ import zmq
 
 from engine.core.config import EngineConfig
 from engine.core.types import FINISH_ABORT, FINISH_ERROR, FINISH_STOP, Output, Request
+from engine.server.front_end.control_calls import ControlCalls
 from engine.server.front_end.engine_link import EngineLink
 from engine.server.front_end.errors import ApiError
 from engine.server.front_end.open_request import OpenRequest, Prompt
@@ -129,6 +130,7 @@ class EngineClient:
             EngineLink(self._context, replica, partial(self._deliver, metrics), self._notify_groups)
             for replica, metrics in enumerate(self.metrics.replicas)
         ]
+        self.control = ControlCalls(self.links)
         self.router = Router([0] * limits.replicas, config.cache.block_size)
 
     def connect(self, directory: str, name: str, started: Started) -> None:
@@ -138,6 +140,13 @@ class EngineClient:
         """
         self.links[started.replica].connect(directory, name, started)
         self.router.reset(started.replica, started.cache.reusable_indices if self._cache.prefix_caching else 0)
+
+    def forget_prefixes(self, replica: int) -> None:
+        """Note that the replica's prefix cache is empty. Other front ends notice by and by, from their own requests:
+        until then they may prefer the replica for a prefix that it must compute."""
+        started = self.links[replica].started
+        if started is not None:
+            self.router.reset(replica, started.cache.reusable_indices if self._cache.prefix_caching else 0)
 
     def submit(self, requests: Sequence[Request], choices: int = 1) -> RequestGroup:
         """Send `choices` choices of each request to the engine; their indices in the group follow in this order.
@@ -211,6 +220,7 @@ class EngineClient:
     def mark_down(self, down: EngineDown) -> None:
         """Fail every group with a request on a replica whose engine process has exited."""
         self.links[down.replica].mark_down(down)
+        self.control.fail(down.replica, down.reason)
         groups = {entry.group for entry in self._open.values() if entry.replica == down.replica}
         self._fail(groups, self._engine_failed(down))
 
@@ -327,6 +337,8 @@ class EngineClient:
             entry = requests.get(packed.number)
             if entry is not None:
                 entry.group.prompt_logprobs[entry.index] = packed.slices
+        if message.answers:
+            self.control.resolve(message.answers)
         for number, output in message.full:
             self._deliver_full(metrics, number, output, now)
 
