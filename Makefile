@@ -27,7 +27,7 @@ installed = $(VENV)/.installed-$(1)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := check
-.PHONY: check lint format types tests test browser-test clients serve docs site linkcheck format-fix clean
+.PHONY: check lint format types tests test browser-test prometheus-test clients serve docs site linkcheck format-fix clean
 
 check: lint format types tests ## lint, format, types and tests
 
@@ -48,6 +48,15 @@ test: $(call installed,test) ## the tests, with only what they need
 
 browser-test: $(call installed,test) $(BROWSER_PACKAGES)/.installed ## the page at / in Chromium, which must be there
 	BROWSER_PACKAGES=$(BROWSER_PACKAGES) SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest tests/server/browser $(ARGS)
+
+PROMETHEUS ?= build/prometheus/usr/bin/prometheus
+
+prometheus-test: $(call installed,test) $(PROMETHEUS) ## a real Prometheus scrapes a server (Debian's package, unpacked; or PROMETHEUS=path)
+	PROMETHEUS=$(abspath $(PROMETHEUS)) $(BIN)/python -m pytest tests/prometheus $(ARGS)
+
+build/prometheus/usr/bin/prometheus:
+	@mkdir -p build/prometheus
+	cd build/prometheus && apt-get download prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
 
 # Each environment has what the others' versions exclude; Node.js has to be there, 20 or newer.
 CLIENTS := build/clients
