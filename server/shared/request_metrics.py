@@ -184,7 +184,7 @@ class ReplicaMetrics:
         self._prompt_tokens[1] += cached
 
     def observe_finish(self, request: FinishedRequest) -> None:
-        """Count a request that has finished; costs about 5 us."""
+        """Count a request that has finished; costs about 7 us."""
         self.count_finished(request.reason)
         histograms = self.histograms
         histograms["e2e_request_latency_seconds"].observe(request.seconds)

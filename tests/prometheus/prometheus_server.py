@@ -85,7 +85,7 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 @contextlib.contextmanager
 def load(url: str, model: str, clients: int = 4) -> Iterator[None]:
-    """Completions from some clients until the block ends: equal prefixes, stop strings, choices, streams."""
+    """Completions from some clients until the block ends: equal prefixes, several choices."""
     done = threading.Event()
 
     def ask() -> None:
@@ -114,10 +114,9 @@ def load(url: str, model: str, clients: int = 4) -> Iterator[None]:
 
 def filled(expression: str, model: str) -> str:
     """An expression of a dashboard with values in place of its variables."""
-    values = {
-        "$__rate_interval": "10s", "$__interval": "10s", "$__range": "30s", "$model_name": model, "$Deployment_id": model,
-        "$MODEL": model, "$NS": "default", "$namespace": "default", "$SVC": "engine", "$job": ".*", "$instance": ".*",
-    }  # fmt: skip
+    values = {"$__rate_interval": "10s", "$__interval": "10s", "$__range": "30s", "$job": ".*", "$instance": ".*"}
+    values |= {"$NS": "default", "$namespace": "default", "$SVC": "engine"}
+    values |= dict.fromkeys(("$model_name", "$Deployment_id", "$MODEL"), model)
     for name, value in values.items():
         expression = expression.replace(name, value)
     return expression
