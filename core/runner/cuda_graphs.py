@@ -196,7 +196,7 @@ class DecodeGraphs:
 
     def size(self, count: int) -> int:
         """Batch size of the graph that decodes `count` sequences."""
-        return self._sizes[self._size_of[count]]
+        return self._sizes[int(self._size_of[count])]
 
     def invalidate(self) -> None:
         """Note that sequences advanced outside the graphs: the next replay needs all rows and positions again."""

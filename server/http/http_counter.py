@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 from starlette.routing import BaseRoute
@@ -32,7 +32,7 @@ class HttpCounter:
         self._by_path = {(method, path): slot for slot, (method, path, _) in enumerate(found, 1)}
         self._by_endpoint = {(method, endpoint): slot for slot, (method, _, endpoint) in enumerate(found, 1)}
 
-    def observe(self, scope: dict[str, Any], status: int, seconds: float) -> None:
+    def observe(self, scope: MutableMapping[str, Any], status: int, seconds: float) -> None:
         """Count a request whose response has ended. scope: as the application has left it."""
         method, path = scope["method"], scope["path"]
         if path in NOT_COUNTED:
