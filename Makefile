@@ -29,7 +29,7 @@ installed = $(VENV)/.installed-$(1)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := check
-.PHONY: check lint format types tests test browser-test ray-serve-test clients serve docs site linkcheck format-fix clean
+.PHONY: check lint format types tests test browser-test prometheus-test ray-serve-test clients serve docs site linkcheck format-fix clean
 
 check: lint format types tests ## lint, format, types and tests
 
@@ -53,6 +53,15 @@ browser-test: $(call installed,test) $(BROWSER_PACKAGES)/.installed ## the page 
 
 ray-serve-test: $(call installed,test) $(call installed,ray-serve) ## the Ray Serve application on a cluster on this machine, a few minutes
 	RAY_SERVE_RESULTS=$(RESULTS) $(BIN)/python -m pytest tests/server/ray_serve $(ARGS)
+
+PROMETHEUS ?= build/prometheus/usr/bin/prometheus
+
+prometheus-test: $(call installed,test) $(PROMETHEUS) ## a real Prometheus scrapes a server (Debian's package, unpacked; or PROMETHEUS=path)
+	PROMETHEUS=$(abspath $(PROMETHEUS)) $(BIN)/python -m pytest tests/prometheus $(ARGS)
+
+build/prometheus/usr/bin/prometheus:
+	@mkdir -p build/prometheus
+	cd build/prometheus && apt-get download prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
 
 # Each environment has what the others' versions exclude; Node.js has to be there, 20 or newer.
 CLIENTS := build/clients

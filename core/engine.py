@@ -31,6 +31,7 @@ from engine.core.executors.choose import PluginChoice
 from engine.core.executors.rehearsal import rehearse
 from engine.core.generation import Completion, generate, stream
 from engine.core.grammars.base import GrammarBackend
+from engine.core.graph_uses import GraphUses
 from engine.core.hub.names import locate
 from engine.core.kv_events.stream import EventStream
 from engine.core.models.base import ModelSpec
@@ -196,6 +197,7 @@ class Engine:
         self._in_flight: deque[tuple[Step, PendingResult]] = deque()
         self._timers = defaultdict(PhaseTimer, {phase: PhaseTimer() for phase in STEP_PHASES})
         self._kernels_compiled = self._graphs_captured = 0
+        self._graph_uses = GraphUses()
         self._async: AsyncGenerator | None = None
         self._closed = False
         self._failure = ""
@@ -231,6 +233,8 @@ class Engine:
                 self._timers[phase].seconds += seconds
             self._kernels_compiled += result.kernels_compiled
             self._graphs_captured += result.graphs_captured
+            if result.graph_size is not None:
+                self._graph_uses.count(oldest, result.graph_size)
             with self._timers["commit"]:
                 return self._scheduler.commit(oldest, result, time.monotonic())
         except BaseException as error:  # the step's tokens are lost, whatever was raised
@@ -429,6 +433,8 @@ class Engine:
             kernels_compiled=self._kernels_compiled,
             graphs_captured=self._graphs_captured,
             kv_events=None if self._kv_events is None else (self._kv_events.published, self._kv_events.dropped),
+            graph_replays=self._graph_uses.replays(),
+            graph_misses=self._graph_uses.misses,
         )
 
     def check(self) -> Health:

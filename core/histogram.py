@@ -36,4 +36,4 @@ class Histogram:
 
     def snapshot(self) -> HistogramCounts:
         """The counts as plain data."""
-        return HistogramCounts(tuple(self._counts), self._sum)
+        return HistogramCounts(tuple(self._counts), self._sum) if any(self._counts) else HistogramCounts()

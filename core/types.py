@@ -322,6 +322,9 @@ class StepResult:
     """Kernels that the step compiled, or loaded from the kernel cache, since the start had not; on rank 0."""
     graphs_captured: int = 0
     """CUDA graphs that the step captured since the start had not; on rank 0."""
+    graph_size: int | None = None
+    """What the CUDA graphs that ran the step were captured for: sequences, or tokens where the step has chunks.
+    0: the step ran without graphs. None: there are no graphs."""
 
 
 @frozen(kw_only=True)
@@ -356,7 +359,9 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     parameter: str | None = None
     """With `refused`: the field of SamplingParams or Request at fault, if there is one."""
     times: RequestTimes | None = None
-    """With the last output only."""
+    """With the first and the last output only; `finished` is the time of the output."""
+    num_tokens: int = 0
+    """With the last output only: tokens generated in all."""
 
 
 @frozen(kw_only=True)
@@ -463,6 +468,8 @@ class EngineStats:
 
     running: int = 0
     waiting: int = 0
+    compiling: int = 0
+    """Requests that wait until their grammars are compiled; not among `waiting`."""
     blocks_used: int = 0
     blocks_cached: int = 0
     blocks_total: int = 0
@@ -489,6 +496,11 @@ class EngineStats:
     """What `cache.metrics` measures; None: it is off."""
     kv_events: tuple[int, int] | None = None
     """Batches of events of the KV cache, and how many of them were dropped; None: none are published."""
+    graph_replays: tuple[tuple[str, int, int, int], ...] = ()
+    """(kind of step: decode or prefill, size, steps that ran in graphs of this size, sequences or tokens of padding in
+    them), ascending; the last two are counters."""
+    graph_misses: int | None = None
+    """Steps that ran without CUDA graphs although there are some; None: there are none."""
     step_tokens: HistogramCounts = HistogramCounts()
     """Tokens that each step computed; each iteration of a multi-step step counts. Bounds: STEP_TOKENS_BOUNDS."""
     request_preemptions: HistogramCounts = HistogramCounts()

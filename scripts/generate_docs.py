@@ -22,7 +22,8 @@ from engine.cli.options import SETTING_SUFFIX, purpose
 from engine.core.config import PluginsConfig, Setting, describe, show
 from engine.core.plugin_host import load_plugins
 from engine.server.metrics.definition import PREFIX, VLLM_PREFIX
-from engine.server.metrics.metric_list import REPLICA_METRICS, SERVER_METRICS
+from engine.server.metrics.metric_list import REPLICA_METRICS
+from engine.server.metrics.server_metrics import HTTP_METRICS, PROCESS_METRICS, SERVER_METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -439,6 +440,8 @@ def metrics_tables() -> str:
     for title, metrics, common in (
         ("Of each replica", REPLICA_METRICS, "`model_name` and `replica`"),
         ("Of the server", SERVER_METRICS, "`model_name`"),
+        ("Of HTTP", HTTP_METRICS, ""),
+        ("Of processes", PROCESS_METRICS, "`process` (supervisor, front_end, engine, worker) and `number`"),
     ):
         rows = []
         for one in metrics:
@@ -454,7 +457,8 @@ def metrics_tables() -> str:
                 )
             )
         head = ("name", "type", "further labels", "what it is", "vLLM's name")
-        found.append(f"### {title}\n\nAll have the labels {common}.\n\n{table(head, rows)}")
+        labels = f"All have the labels {common}.\n\n" if common else ""
+        found.append(f"### {title}\n\n{labels}{table(head, rows)}")
     return "\n\n".join(found)
 
 

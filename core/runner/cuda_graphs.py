@@ -194,6 +194,10 @@ class DecodeGraphs:
         """Number of graphs captured so far."""
         return len(self._graphs)
 
+    def size(self, count: int) -> int:
+        """Batch size of the graph that decodes `count` sequences."""
+        return self._sizes[int(self._size_of[count])]
+
     def invalidate(self) -> None:
         """Note that sequences advanced outside the graphs: the next replay needs all rows and positions again."""
         self._current = ()
@@ -203,7 +207,7 @@ class DecodeGraphs:
 
         timer: its phases are ended here.
         """
-        size = self._sizes[self._size_of[len(decodes)]]
+        size = self.size(len(decodes))
         path = self._sampler.graph_path(decodes)
         graph = self._graphs.get((size, path.name))
         if graph is None:

@@ -106,11 +106,15 @@ class PiecewiseGraphs:
             on_progress(done, len(self._counts))
             self._steps[count] = self._capture(count)
 
+    def size(self, count: int) -> int:
+        """Number of tokens of the graphs that compute a step of `count`, which is at most `max_tokens`."""
+        return self._counts[int(np.searchsorted(self._counts, count))]
+
     def run(self, run: ForwardPass) -> torch.Tensor:
         """Hidden states of a batch of at most `max_tokens`: [tokens, hidden_size], valid until the next call."""
         batch, plan = run.batch, run.plan
         count = len(batch.tokens)
-        size = self._counts[int(np.searchsorted(self._counts, count))]
+        size = self.size(count)
         step = self._steps[size]
         fixed = (self._tokens, self._positions, *self._slots)
         slots = (group.slots for group in batch.groups) if batch.groups else (batch.slots,)

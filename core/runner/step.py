@@ -28,6 +28,8 @@ class PendingStep:
     prompt_logprobs: StepPromptLogprobs
     seconds: dict[StepPhase, float]
     first_use: FirstUse = NOTHING
+    graph_size: int | None = None
+    """As StepResult.graph_size."""
 
     def done(self) -> bool:
         """Whether `result` returns immediately."""
@@ -48,6 +50,7 @@ class PendingStep:
             seconds=tuple(self.seconds.items()),
             kernels_compiled=self.first_use.kernels,
             graphs_captured=self.first_use.graphs,
+            graph_size=self.graph_size,
         )
 
 
@@ -79,7 +82,8 @@ class StepLauncher:
         self.state.sampler.update(step, self.state.persistent_batch.row)
         if self._decode_graphs is not None and not step.chunks:
             samples = self._decode_graphs.run(step.decodes, step.iterations, timer)
-            return PendingStep(step.id, samples, (), timer.seconds)
+            size = self._decode_graphs.size(len(step.decodes))
+            return PendingStep(step.id, samples, (), timer.seconds, graph_size=size)
         if self._decode_graphs is not None:
             self._decode_graphs.invalidate()
         return self._launch_kernels(step, timer)
@@ -96,12 +100,14 @@ class StepLauncher:
         sampling = (*step.decodes, *(chunk.sequence for chunk in step.chunks if chunk.sample))
         samples: list[SampledTokens | None] = []
         prompt_logprobs: StepPromptLogprobs = ()
+        graph_size = None if self._decode_graphs is None else 0
         for _ in range(step.iterations):
             batch, sampling_rows = build_batch(state.persistent_batch, step, len(state.groups))
             run = state.forward_pass(batch)
             timer.end("prepare")
             if self._piecewise_graphs is not None and len(batch.tokens) <= self._piecewise_graphs.max_tokens:
                 hidden = self._piecewise_graphs.run(run)
+                graph_size = self._piecewise_graphs.size(len(batch.tokens))
             else:
                 hidden = state.model.forward(run)
             logits = None
@@ -116,7 +122,7 @@ class StepLauncher:
             samples.append(sampled)
             prompt_logprobs = state.sampler.prompt_logprobs(step, hidden, state.model)
             timer.end("sample")
-        return PendingStep(step.id, samples, prompt_logprobs, timer.seconds)
+        return PendingStep(step.id, samples, prompt_logprobs, timer.seconds, graph_size=graph_size)
 
 
 def enter_device(device: DeviceInfo) -> None:

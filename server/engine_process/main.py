@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
 import zmq
 
 from engine.core.config import EngineConfig
@@ -118,6 +120,7 @@ def _run(
                 vocab_size=engine.vocab_size,
                 default_params=engine.default_params,
                 seconds=time.monotonic() - load_start,
+                pid=os.getpid(),
             )
         )
         loop(engine, channel, heartbeat, launch.config.server.health_interval)
@@ -234,6 +237,8 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval:
         if now >= next_stats or not engine.has_work:
             next_stats = now + STATS_INTERVAL
             stats = engine.stats()
+            if pending.num_compiling:
+                stats = attrs.evolve(stats, compiling=pending.num_compiling)
             if stats == sent_stats and not outputs and not routes.behind:
                 continue
             sent_stats = stats

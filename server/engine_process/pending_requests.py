@@ -40,6 +40,11 @@ class PendingRequests:
         """Whether all that is left waits for grammars to be compiled."""
         return bool(self._compiling) and not self._messages
 
+    @property
+    def num_compiling(self) -> int:
+        """Number of requests that wait until their grammars are compiled."""
+        return len(self._compiling)
+
     def put(self, peer: bytes, message: Add) -> None:
         """Queue the requests of a message from the front end `peer`; from now on they can be aborted."""
         if self._routes.add(peer, message.first, [choice_id(*choice) for choice in _choices(message)]):

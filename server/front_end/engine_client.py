@@ -10,17 +10,19 @@ from functools import partial
 from itertools import groupby
 from types import TracebackType
 
+import attrs
 import zmq
-from attrs import define
 
 from engine.core.config import EngineConfig
 from engine.core.types import FINISH_ABORT, FINISH_ERROR, FINISH_STOP, Output, Request
 from engine.server.front_end.control_calls import ControlCalls
 from engine.server.front_end.engine_link import EngineLink
 from engine.server.front_end.errors import ApiError
+from engine.server.front_end.open_request import OpenRequest, Prompt
 from engine.server.front_end.routing import Router
 from engine.server.shared.messages import Abort, Add, EngineDown, Outputs, Started
-from engine.server.shared.metrics_table import MetricsTable, ReplicaMetrics
+from engine.server.shared.metrics_table import MetricsTable
+from engine.server.shared.request_metrics import ReplicaMetrics
 
 MAX_TOKENS = 2**15
 """Tokens of several prompts sent in one message, since the engine reads a message without a pause."""
@@ -34,8 +36,9 @@ OutputEvent = tuple[int, Sequence[int], Output | None]
 class RequestGroup:
     """Requests submitted together. Leaving the group's `with` block aborts the requests that have not finished."""
 
-    def __init__(self, abort: Callable[[Iterable[int], str], None], numbers: Iterable[int]) -> None:
-        """numbers: of the requests, in order. abort: called with numbers and the finish reason to count."""
+    def __init__(self, abort: Callable[[Iterable[int], str, int], None], numbers: Iterable[int]) -> None:
+        """numbers: of the requests, in order. abort: called with numbers, the finish reason to count, and the
+        number of tokens generated."""
         self._abort = abort
         self._open = dict(enumerate(numbers))
         self._events: list[OutputEvent] = []
@@ -51,7 +54,7 @@ class RequestGroup:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._listener = None
         numbers, self._open, self._events = list(self._open.values()), {}, []
-        self._abort(numbers, FINISH_ABORT)
+        self._abort(numbers, FINISH_ABORT, 0)
 
     async def next(self) -> list[OutputEvent]:
         """Wait for events and return all since the last call, oldest first. One caller at a time.
@@ -77,12 +80,12 @@ class RequestGroup:
         events, self._events = self._events, []
         return events
 
-    def abort(self, index: int, reason: str = FINISH_ABORT) -> None:
-        """Abort a request, drop its events, and count `reason` as its finish reason."""
+    def abort(self, index: int, reason: str = FINISH_ABORT, num_tokens: int = 0) -> None:
+        """Abort a request, drop its events, and count `reason` as its finish reason; num_tokens: what it generated."""
         number = self._open.pop(index, None)
         if number is not None:
             self._events = [event for event in self._events if event[0] != index]
-            self._abort((number,), reason)
+            self._abort((number,), reason, num_tokens)
 
     def put(self, index: int, tokens: Sequence[int], output: Output | None) -> bool:
         """Add an event; whether it is the first since the last `take`. Called by EngineClient."""
@@ -106,24 +109,6 @@ class RequestGroup:
         self.notify()
 
 
-@define(eq=False)
-class _OpenRequest:
-    """A request sent to the engine that has not ended."""
-
-    group: RequestGroup
-    index: int
-    """Index in the group."""
-    replica: int
-    output_cost: int
-    """Load on the replica once the first token has come; see routing.Placement."""
-    load: int
-    """Current load on the replica, tokens."""
-    arrival: float
-    last_token: float = 0.0
-    """When the latest tokens came."""
-    has_tokens: bool = False
-
-
 class EngineClient:
     """One front end's links to all replicas. Use from the event loop's thread only."""
 
@@ -133,7 +118,7 @@ class EngineClient:
         self.metrics = metrics_table.rows[row]
         self._limits = limits = config.server
         self._cache = config.cache
-        self._open: dict[int, _OpenRequest] = {}
+        self._open: dict[int, OpenRequest] = {}
         self._next_number = 0
         self._updated_groups: list[RequestGroup] = []
         """Groups with new events that have not been notified."""
@@ -177,6 +162,7 @@ class EngineClient:
         loads = self._loads()
         max_open, num_open = self._limits.max_waiting, self.metrics_table.open_requests
         if num_open + len(requests) * choices > max_open:
+            self.metrics.count_rejected("overloaded")
             raise ApiError(
                 503,
                 f"the server has {num_open} open requests and accepts at most {max_open} (server.max_waiting); "
@@ -193,9 +179,16 @@ class EngineClient:
         self._next_number += len(requests) * choices
         group = RequestGroup(self.abort, [first + choice for first in firsts for choice in range(choices)])
         for index, (first, request, placement) in enumerate(zip(firsts, requests, placements, strict=True)):
+            prompt = self._prompt(request, placement.replica, choices)
             for choice in range(choices):
-                entry = _OpenRequest(
-                    group, index * choices + choice, placement.replica, placement.output_cost, 0, request.arrival
+                entry = OpenRequest(
+                    group,
+                    index * choices + choice,
+                    prompt,
+                    placement.replica,
+                    placement.output_cost,
+                    0,
+                    request.arrival,
                 )
                 self._set_load(entry, placement.output_cost + (0 if choice else placement.prompt_cost))
                 self._open[first + choice] = entry
@@ -205,11 +198,11 @@ class EngineClient:
                 self.links[replica].send(Add(firsts[batch[0]], tuple(requests[index] for index in batch), choices))
         return group
 
-    def abort(self, numbers: Iterable[int], reason: str) -> None:
+    def abort(self, numbers: Iterable[int], reason: str, num_tokens: int = 0) -> None:
         """Abort requests in the engine and count `reason` for each; called by RequestGroup.
 
-        A request ended by a stop string has finished, so its latency counts. All aborts of an iteration of the event
-        loop are one message per replica.
+        A request ended by a stop string has finished, so it is observed; num_tokens: the tokens that it generated. All
+        aborts of an iteration of the event loop are one message per replica.
         """
         for number in numbers:
             entry = self._open.get(number)
@@ -217,7 +210,9 @@ class EngineClient:
                 self._remove(number, entry)
                 metrics = self.metrics.replicas[entry.replica]
                 if reason == FINISH_STOP:
-                    metrics.observe_finish(reason, None, time.monotonic() - entry.arrival)
+                    now = time.monotonic()
+                    times = entry.times and attrs.evolve(entry.times, finished=now)
+                    entry.finish(metrics, reason, times, num_tokens, now)
                 else:
                     metrics.count_finished(reason)
                 if not self._aborted:
@@ -269,10 +264,17 @@ class EngineClient:
             except Exception:  # one connection's failure must not affect the others
                 log.exception("a connection failed")
 
+    def _prompt(self, request: Request, replica: int, choices: int) -> Prompt:
+        """What is observed of a request's prompt when its choices have finished."""
+        started, num_tokens = self.links[replica].started, len(request.prompt)
+        possible = started.max_len - num_tokens if started is not None else 0
+        return Prompt(num_tokens, request.params.max_tokens or possible, choices, choices)
+
     def _loads(self) -> list[float | None]:
         """Load of each replica, tokens; None: send it no requests. Raises ApiError when all replicas are down."""
         up = [link.down is None for link in self.links]
         if not any(up):
+            self.metrics.count_rejected("engine_failed")
             last = max((link.down for link in self.links if link.down), key=lambda down: down.since)
             raise self._engine_failed(last)
         # A replica that is stuck may recover: it is better than none.
@@ -305,12 +307,12 @@ class EngineClient:
         for group in groups:
             group.fail(error)
 
-    def _remove(self, number: int, entry: _OpenRequest) -> None:
+    def _remove(self, number: int, entry: OpenRequest) -> None:
         del self._open[number]
         self.metrics.replicas[entry.replica].open_requests -= 1
         self._set_load(entry, 0)
 
-    def _set_load(self, entry: _OpenRequest, load: int) -> None:
+    def _set_load(self, entry: OpenRequest, load: int) -> None:
         """Set a request's load on its replica, tokens."""
         self.metrics.replicas[entry.replica].load += load - entry.load
         entry.load = load
@@ -357,11 +359,14 @@ class EngineClient:
         if output.tokens:
             since = entry.last_token if entry.has_tokens else entry.arrival
             metrics.observe_tokens(now - since, len(output.tokens), not entry.has_tokens)
+            if not entry.has_tokens:
+                entry.times, entry.cached_tokens = output.times, output.cached_tokens
+                metrics.count_prompt(entry.prompt.num_tokens, output.cached_tokens)
             entry.last_token, entry.has_tokens = now, True
             self._set_load(entry, entry.output_cost)
         if output.finish_reason is not None:
             self._remove(number, entry)
-            metrics.observe_finish(output.finish_reason, output.times, now - entry.arrival)
+            entry.finish(metrics, output.finish_reason, output.times, output.num_tokens, now)
         if entry.group.put(entry.index, output.tokens, output):
             self._updated_groups.append(entry.group)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -96,6 +97,7 @@ class _FrontEnd:
             loop.call_soon_threadsafe(self._messages.put_nowait, message)
 
         self._supervisor.listen(receive, self._launch.directory)
+        self._client.metrics.pid = os.getpid()
         self._beat()
         try:
             tokenizer, parser, plugins = await asyncio.to_thread(self._load, open_tokenizer)

@@ -53,6 +53,7 @@ class AccessControl:
                         stack.enter_context(self._limits.admit(max(0, key - 1)))
                     stack.enter_context(self._service.answering())
             except ApiError as refusal:
+                self._service.client.metrics.count_rejected(refusal.code)
                 await error_response(refusal, scope)(scope, receive, send)
                 return
             await self._app(scope, receive, send)

@@ -18,6 +18,7 @@ from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http import admin, chat, completions, openapi, status, tokenize
 from engine.server.http.access import PUBLIC, AccessControl
 from engine.server.http.errors import error_response, json_response
+from engine.server.http.http_counter import HttpCounter
 from engine.server.http.limits import RequestLimits
 from engine.server.http.page import Page
 from engine.server.http.plugin_routes import plugin_routes, starlette_routes
@@ -37,19 +38,24 @@ def make_app(
     routes. warn: whether to log a warning for each plugin that fails to.
     """
     app = FastAPI(title="engine", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    for module in (completions, chat, tokenize, status, admin):
-        app.include_router(module.routes(service))
+    routers = [module.routes(service) for module in (completions, chat, tokenize, status, admin)]
     public = PUBLIC
     if service.limits.page:
         page = Page()
-        app.include_router(page.routes())
+        routers.append(page.routes())
         public |= page.paths
+    for router in routers:
+        app.include_router(router)
     built_in = [*app.routes, Route(openapi.PATH, json_response)]  # taken even if the server does not describe itself
     of_plugins = plugin_routes(service, plugins, built_in, warn=warn)
-    app.routes.extend(starlette_routes(of_plugins))
+    added = starlette_routes(of_plugins)
+    app.routes.extend(added)
     service.error_bodies |= {one.path: one.error_body for one in of_plugins if one.error_body is not None}
     if service.limits.openapi:
-        app.include_router(openapi.routes(service, of_plugins, has_keys=len(api_keys) > 0))
+        routers.append(openapi.routes(service, of_plugins, has_keys=len(api_keys) > 0))
+        app.include_router(routers[-1])
+    counter = HttpCounter(service.client.metrics.http, [*(one for each in routers for one in each.routes), *added])
+    service.http_routes = counter.routes
     limits = RequestLimits(service.limits, table)
     if service.limits.request_timeout:
         app.add_middleware(RequestTimeout, seconds=service.limits.request_timeout)
@@ -73,7 +79,7 @@ def make_app(
 
     config = service.limits
     if not config.allowed_origins:
-        return RequestLog(app)
+        return RequestLog(app, counter)
     return RequestLog(
         CORSMiddleware(
             app,
@@ -82,7 +88,8 @@ def make_app(
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,
             expose_headers=("x-request-id", "retry-after"),
-        )
+        ),
+        counter,
     )
 
 

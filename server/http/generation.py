@@ -268,7 +268,7 @@ class Generation:
         """End a choice at a stop string and abort the choice in the engine; the finish reason."""
         assert self._group is not None
         self.running.discard(choice)
-        self._group.abort(choice, FINISH_STOP)
+        self._group.abort(choice, FINISH_STOP, self._detokenizers[choice].num_tokens)
         return FINISH_STOP
 
 

@@ -1,4 +1,4 @@
-"""Gives each response a request ID and writes each request to the access log."""
+"""Gives each response a request ID, and counts and logs each request."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.front_end import access_log
+from engine.server.http.http_counter import HttpCounter
 
 REQUEST_ID = b"x-request-id"
 _USABLE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -17,8 +18,9 @@ _USABLE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 class RequestLog:
     """Middleware around the whole application; it sees every response."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, counter: HttpCounter) -> None:
         self._app = app
+        self._counter = counter
         self._log = access_log.is_on()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,6 +45,8 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_message)
         finally:
+            seconds = time.monotonic() - start
+            self._counter.observe(scope, status, seconds)
             if self._log:
                 client = scope.get("client")
                 access_log.write(
@@ -51,7 +55,7 @@ class RequestLog:
                         method=scope["method"],
                         target=access_log.target(scope["raw_path"], scope["query_string"]),
                         status=status,
-                        seconds=time.monotonic() - start,
+                        seconds=seconds,
                         request_id=(request_id or access_log.new_request_id()).decode(),
                         key=scope["state"].get("key"),
                     )

@@ -24,7 +24,7 @@ from engine.server.http.call_arguments import with_arguments
 from engine.server.http.errors import ErrorBody, invalid
 from engine.server.http.messages import Message, template_message
 from engine.server.http.text_threads import TextThreads
-from engine.server.metrics.replica_report import EngineReport
+from engine.server.metrics.reports import EngineReport, Route
 from engine.server.shared.heartbeat import Fault
 from engine.server.shared.messages import Started
 
@@ -77,6 +77,7 @@ class Service:
         self.client = client
         self.tokenizer = tokenizer
         self.name = served_name(config)
+        self._prefix_caching = config.cache.prefix_caching
         self.max_grammar_chars = config.grammar.max_chars
         self.revision = config.model.revision or None
         """The commit of a model from the hub; None for another."""
@@ -87,6 +88,8 @@ class Service:
         self.draining = False
         self.error_bodies: dict[str, ErrorBody] = {}
         """The shape of error responses of each path whose errors are not OpenAI's."""
+        self.http_routes: Sequence[Route] = ()
+        """The routes whose requests are counted, by slot of HttpMetrics."""
         self.active = 0
         """Number of POST requests being answered."""
         self._threads = TextThreads()
@@ -114,6 +117,8 @@ class Service:
                 startup=link.started.cache.phases if link.started is not None else (),
                 restarts=link.incarnation,
                 cache=link.started.cache if link.started is not None else None,
+                prefix_caching=self._prefix_caching,
+                pid=link.started.pid if link.started is not None and link.down is None else 0,
             )
             for link in self.client.links
         ]

@@ -26,6 +26,7 @@ def routes(service: Service) -> APIRouter:
         model_name=service.name,
         max_len=service.max_len,
         names=service.limits.metrics_names,
+        routes=lambda: service.http_routes,
     )
 
     @router.api_route("/v1/models", methods=READ, response_model=None)

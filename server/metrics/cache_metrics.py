@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from engine.core.histogram import RESIDENCY_BOUNDS
 from engine.core.types import CacheStats, HistogramCounts
 from engine.server.metrics.definition import Kind, Metric, Sample, VllmName
-from engine.server.metrics.replica_report import ReplicaReport
+from engine.server.metrics.reports import ReplicaReport
 
 
 def _measured(

@@ -95,3 +95,8 @@ def series(metric: Metric[Source], names: str, max_len: int) -> list[Series]:
         name = f"{VLLM_PREFIX}{vllm.name}{suffix}"
         found.append(Series(name=name, label_names=labels, values=vllm.values, bounds=bounds, common=VLLM_COMMON))
     return found
+
+
+def by_label(pairs: Iterable[tuple[str, float]]) -> list[Sample]:
+    """The samples of a metric with one label of its own, from (value of the label, number) pairs."""
+    return [((label,), value) for label, value in pairs]

@@ -1,4 +1,4 @@
-"""All metrics: docs/metrics.md is generated from this list, and /metrics writes what it says."""
+"""The metrics of each replica: docs/metrics.md is generated from this list, and /metrics writes what it says."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from engine.core.histogram import PREEMPTIONS_BOUNDS, STEP_TOKENS_BOUNDS
 from engine.core.types import HistogramCounts
 from engine.server.metrics import buckets
 from engine.server.metrics.cache_metrics import CACHE_METRICS
-from engine.server.metrics.definition import Kind, Metric, Sample, VllmName
-from engine.server.metrics.replica_report import EngineReport, ReplicaReport
-from engine.server.shared.metrics_table import HISTOGRAMS, FrontEndMetrics
+from engine.server.metrics.definition import Kind, Metric, Sample, VllmName, by_label
+from engine.server.metrics.reports import EngineReport, ReplicaReport
+from engine.server.shared.request_metrics import HISTOGRAMS
 
 
 def _of_engine(
@@ -60,8 +60,45 @@ def _blocks_by_kind(report: ReplicaReport) -> Iterator[Sample]:
         yield (kind, "cached"), cached
 
 
-def _by_label(pairs: Iterable[tuple[str, float]]) -> list[Sample]:
-    return [((label,), value) for label, value in pairs]
+def _waiting(report: ReplicaReport) -> list[Sample]:
+    stats = report.engine.stats
+    return [(("capacity",), stats.waiting), (("deferred",), stats.compiling)]
+
+
+def _cached(report: ReplicaReport) -> int:
+    return report.requests.prompt_tokens["cached"]
+
+
+def _cache_config(report: ReplicaReport) -> list[Sample]:
+    cache = report.engine.cache
+    if cache is None:
+        return []
+    kind = cache.kv_dtype or cache.dtype
+    return [((str(cache.block_size), str(cache.num_blocks), kind, str(report.engine.prefix_caching)), 1)]
+
+
+def _graph_replays(report: ReplicaReport) -> Iterator[Sample]:
+    for kind, size, steps, _ in report.engine.stats.graph_replays:
+        yield (kind, str(size)), steps
+
+
+def _graph_padding(report: ReplicaReport) -> list[Sample]:
+    padding: dict[str, int] = {}
+    for kind, _, _, wasted in report.engine.stats.graph_replays:
+        padding[kind] = padding.get(kind, 0) + wasted
+    return by_label(padding.items())
+
+
+def _graph_misses(report: ReplicaReport) -> list[Sample]:
+    misses = report.engine.stats.graph_misses
+    return [] if misses is None else [((), misses)]
+
+
+def _only_vllms(
+    kind: Kind, name: str, help_text: str, read: Callable[[ReplicaReport], Iterable[Sample]], *labels: str
+) -> Metric[ReplicaReport]:
+    """A metric that has a name of ours under another definition, or is always 0 here, and that others ask for."""
+    return Metric(name="", kind=kind, help=help_text, read=read, labels=labels, vllm=VllmName(name=name))
 
 
 REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
@@ -77,7 +114,7 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
         kind="gauge",
         help="Seconds spent in each phase of the start.",
         labels=("phase",),
-        read=lambda report: _by_label(report.engine.startup),
+        read=lambda report: by_label(report.engine.startup),
     ),
     _of_engine(
         "gauge",
@@ -90,21 +127,60 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
         "gauge",
         "num_requests_waiting",
         "Requests not yet scheduled.",
-        lambda engine: engine.stats.waiting,
+        lambda engine: engine.stats.waiting + engine.stats.compiling,
         vllm=VllmName(name="num_requests_waiting"),
+    ),
+    Metric(
+        name="num_requests_waiting_by_reason",
+        kind="gauge",
+        help="Requests not yet scheduled. capacity: for room in the batch or in the KV cache; deferred: until a grammar"
+        " is compiled.",
+        labels=("reason",),
+        read=_waiting,
+        vllm=VllmName(name="num_requests_waiting_by_reason"),
     ),
     Metric(
         name="requests_finished",
         kind="counter",
         help="Ended requests by finish reason.",
         labels=("finish_reason",),
-        read=lambda report: _by_label(report.requests.finished.items()),
+        read=lambda report: by_label(report.requests.finished.items()),
         vllm=VllmName(name="request_success", labels={"finish_reason": "finished_reason"}),
     ),
     _of_requests("time_to_first_token_seconds", "From arrival to the first token.", buckets.VLLM_FIRST_TOKEN_SECONDS),
     _of_requests("inter_token_latency_seconds", "Between tokens of one request.", buckets.VLLM_TOKEN_SECONDS),
     _of_requests("e2e_request_latency_seconds", "From arrival to finish.", buckets.VLLM_REQUEST_SECONDS),
+    _of_requests(
+        "request_time_per_output_token_seconds",
+        "Mean time between the tokens of one request; of requests with two tokens or more.",
+        buckets.VLLM_TOKEN_SECONDS,
+    ),
     _of_requests("request_queue_time_seconds", "From arrival to the first step.", buckets.VLLM_REQUEST_SECONDS),
+    _of_requests(
+        "request_prefill_time_seconds", "From the first step to the first token.", buckets.VLLM_REQUEST_SECONDS
+    ),
+    _of_requests("request_decode_time_seconds", "From the first token to the last one.", buckets.VLLM_REQUEST_SECONDS),
+    _of_requests(
+        "request_inference_time_seconds", "From the first step to the last token.", buckets.VLLM_REQUEST_SECONDS
+    ),
+    _of_requests("request_prompt_tokens", "Tokens of the prompt.", up_to_context=True),
+    _of_requests(
+        "request_prefill_kv_computed_tokens",
+        "Tokens of the prompt that were not in the prefix cache.",
+        up_to_context=True,
+    ),
+    _of_requests("request_generation_tokens", "Tokens generated.", up_to_context=True),
+    _of_requests(
+        "request_max_num_generation_tokens",
+        "Tokens of the longest choice of a prompt, whose choices have all finished.",
+        up_to_context=True,
+    ),
+    _of_requests(
+        "request_params_max_tokens",
+        "max_tokens of the request; if it gives none, what its prompt leaves of the context.",
+        up_to_context=True,
+    ),
+    _of_requests("request_params_n", "Choices of a prompt, whose choices have all finished.", buckets.VLLM_NUM_CHOICES),
     _of_engine(
         "histogram",
         "request_num_preemptions",
@@ -116,8 +192,37 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
     _of_engine(
         "counter",
         "prompt_tokens",
-        "Prompt tokens computed, again after a preemption.",
+        "Prompt tokens computed, step by step, and again after a preemption.",
         lambda engine: engine.stats.prompt_tokens,
+    ),
+    Metric(
+        name="prompt_tokens_by_source",
+        kind="counter",
+        help="Prompt tokens of requests, counted with their first tokens: computed, or cached in the prefix cache.",
+        labels=("source",),
+        read=lambda report: by_label(report.requests.prompt_tokens.items()),
+        vllm=VllmName(
+            name="prompt_tokens_by_source", values={"computed": "local_compute", "cached": "local_cache_hit"}
+        ),
+    ),
+    _only_vllms(
+        "counter",
+        "prompt_tokens",
+        "Prompt tokens of requests, counted with their first tokens, cached ones included.",
+        lambda report: [((), sum(report.requests.prompt_tokens.values()))],
+    ),
+    _only_vllms(
+        "counter",
+        "prompt_tokens_cached",
+        "Prompt tokens of requests that were in the prefix cache.",
+        lambda report: [((), _cached(report))],
+    ),
+    _only_vllms(
+        "counter",
+        "prompt_tokens_cached_by_source",
+        "Prompt tokens of requests that were in the prefix cache; device is the only source.",
+        lambda report: [(("device",), _cached(report))],
+        "source",
     ),
     _of_engine(
         "counter",
@@ -141,6 +246,17 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
         labels=("kind", "state"),
         read=_blocks_by_kind,
     ),
+    Metric(
+        name="cache_config_info",
+        kind="gauge",
+        help="1; the labels say how the KV cache is made.",
+        labels=("block_size", "num_blocks", "cache_dtype", "prefix_caching"),
+        read=_cache_config,
+        vllm=VllmName(
+            name="cache_config_info",
+            labels={"num_blocks": "num_gpu_blocks", "prefix_caching": "enable_prefix_caching"},
+        ),
+    ),
     _of_engine(
         "counter",
         "prefix_cache_queries",
@@ -156,6 +272,18 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
         vllm=VllmName(name="prefix_cache_hits"),
     ),
     *CACHE_METRICS,
+    _only_vllms(
+        "counter",
+        "external_prefix_cache_queries",
+        "Prompt tokens looked up in a cache outside the process: 0, since there is none.",
+        lambda report: [((), 0)],
+    ),
+    _only_vllms(
+        "counter",
+        "external_prefix_cache_hits",
+        "Prompt tokens found in a cache outside the process: 0, since there is none.",
+        lambda report: [((), 0)],
+    ),
     _of_engine(
         "counter",
         "num_preemptions",
@@ -177,7 +305,7 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
         kind="counter",
         help="Seconds spent, by phase of a step.",
         labels=("phase",),
-        read=lambda report: _by_label(report.engine.stats.seconds),
+        read=lambda report: by_label(report.engine.stats.seconds),
     ),
     _of_engine(
         "counter",
@@ -191,6 +319,26 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
         "CUDA graphs captured while serving, which delays requests.",
         lambda engine: engine.stats.graphs_captured,
     ),
+    Metric(
+        name="graph_replays",
+        kind="counter",
+        help="Steps that ran in CUDA graphs, by kind of step and by size: sequences, or tokens of a step with prefill.",
+        labels=("kind", "size"),
+        read=_graph_replays,
+    ),
+    Metric(
+        name="graph_padding",
+        kind="counter",
+        help="Sequences, or tokens of steps with prefill, that CUDA graphs computed in vain: their sizes are few.",
+        labels=("kind",),
+        read=_graph_padding,
+    ),
+    Metric(
+        name="graph_misses",
+        kind="counter",
+        help="Steps that ran without CUDA graphs although there are some.",
+        read=_graph_misses,
+    ),
     _of_engine(
         "counter",
         "policy_faults",
@@ -199,20 +347,3 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
     ),
 )
 """Metrics of each replica, with the labels model_name and replica."""
-
-SERVER_METRICS: tuple[Metric[FrontEndMetrics], ...] = (
-    Metric(
-        name="connections",
-        kind="gauge",
-        help="Open client connections.",
-        read=lambda server: [((), server.connections)],
-    ),
-    Metric(
-        name="connections_dropped",
-        kind="counter",
-        help="Connections that the server closed early, by reason.",
-        labels=("reason",),
-        read=lambda server: _by_label(server.dropped.items()),
-    ),
-)
-"""Metrics of the whole server, with the label model_name."""

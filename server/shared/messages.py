@@ -91,6 +91,8 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     """Sampling parameters of a request that sets none."""
     seconds: float
     """Load time."""
+    pid: int = 0
+    """Process ID of the engine process."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

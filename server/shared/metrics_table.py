@@ -8,23 +8,11 @@ from __future__ import annotations
 
 import mmap
 from array import array
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from engine.core.types import (
-    FINISH_ABORT,
-    FINISH_ERROR,
-    FINISH_LENGTH,
-    FINISH_STOP,
-    FinishReason,
-    HistogramCounts,
-    RequestTimes,
-)
-from engine.server.metrics import buckets
-
-FINISH_REASONS: tuple[FinishReason, ...] = (FINISH_STOP, FINISH_LENGTH, FINISH_ABORT, FINISH_ERROR)
+from engine.server.shared.request_metrics import FINISH_REASONS, Cells, HttpMetrics, ReplicaMetrics, by_name
 
 DropReason = Literal["lost", "refused", "evicted", "invalid", "header_timeout", "body_timeout", "write_timeout"]
 """Why a front end drops a connection.
@@ -35,115 +23,28 @@ of these names.
 """
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 
-HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
-    "time_to_first_token_seconds": buckets.FIRST_TOKEN_SECONDS,
-    "inter_token_latency_seconds": buckets.TOKEN_SECONDS,
-    "request_queue_time_seconds": buckets.REQUEST_SECONDS,
-    "e2e_request_latency_seconds": buckets.REQUEST_SECONDS,
-}
-"""Name of each histogram of requests -> its bucket bounds."""
+Rejection = Literal["overloaded", "engine_failed", "rate_limit_exceeded", "shutting_down"]
+"""The `code` of the error with which the server declines a request that it could serve at another time."""
+REJECTIONS: tuple[Rejection, ...] = get_args(Rejection)
 
 HEARTBEAT_INTERVAL = 0.5
 """Seconds between two heartbeats of a front end."""
-CLOSED_CONNECTIONS, CONNECTIONS, HEARTBEATS, NUM_SINGLE = range(4)
+CLOSED_CONNECTIONS, CONNECTIONS, HEARTBEATS, PID, NUM_SINGLE = range(5)
 """Cells of a row that hold one number, and their number."""
-LOAD, OPEN_REQUESTS, NUM_SINGLE_OF_REPLICA = range(3)
-"""Cells of a replica's part that hold one number, and their number."""
-
-
-class Histogram:
-    """Counts values in buckets; cheap enough to update once per token."""
-
-    def __init__(self, bounds: tuple[float, ...], cells: memoryview[float]) -> None:
-        """cells: one count per bound, one count beyond the last bound, and the sum."""
-        self._bounds = bounds
-        self._cells = cells
-
-    def observe(self, value: float, count: int = 1) -> None:
-        """Count a value `count` times."""
-        self._cells[bisect_left(self._bounds, value)] += count
-        self._cells[-1] += value * count
-
-    def snapshot(self) -> HistogramCounts:
-        """The counts and the sum of the values."""
-        return HistogramCounts(tuple(map(int, self._cells[:-1])), self._cells[-1])
-
-
-class ReplicaMetrics:
-    """What one front end counts of the requests it sent to one replica.
-
-    The engine's own numbers come as EngineStats from the engine processes.
-    """
-
-    SIZE = NUM_SINGLE_OF_REPLICA + len(FINISH_REASONS) + sum(len(bounds) + 2 for bounds in HISTOGRAMS.values())
-    """Numbers in a replica's part."""
-
-    def __init__(self, cells: memoryview[float]) -> None:
-        """cells: `SIZE` numbers."""
-        self._cells = cells
-        at = _Cells(cells, NUM_SINGLE_OF_REPLICA)
-        self._finished = at.take(len(FINISH_REASONS))
-        self.histograms = {name: Histogram(bounds, at.take(len(bounds) + 2)) for name, bounds in HISTOGRAMS.items()}
-        self.inter_token_latency = self.histograms["inter_token_latency_seconds"]
-
-    @property
-    def load(self) -> float:
-        """This front end's load on the replica, tokens (server/front_end/routing.py)."""
-        return self._cells[LOAD]
-
-    @load.setter
-    def load(self, tokens: float) -> None:
-        self._cells[LOAD] = tokens
-
-    @property
-    def open_requests(self) -> int:
-        """Number of requests sent to the replica that have not ended."""
-        return int(self._cells[OPEN_REQUESTS])
-
-    @open_requests.setter
-    def open_requests(self, count: int) -> None:
-        self._cells[OPEN_REQUESTS] = count
-
-    @property
-    def finished(self) -> dict[str, int]:
-        """Number of ended requests by finish reason."""
-        return _by_name(FINISH_REASONS, self._finished)
-
-    def count_finished(self, reason: str, count: int = 1) -> None:
-        """Count ended requests; reason: one of FINISH_REASONS."""
-        self._finished[FINISH_REASONS.index(reason)] += count
-
-    def observe_tokens(self, seconds: float, count: int, first: bool) -> None:
-        """Observe `count` tokens of a request that came `seconds` after its previous ones; first: after its arrival."""
-        if first:
-            self.histograms["time_to_first_token_seconds"].observe(seconds)
-        else:
-            self.inter_token_latency.observe(seconds / count, count)
-
-    def observe_finish(self, reason: str, times: RequestTimes | None, seconds: float) -> None:
-        """Count a request that finished `seconds` after its arrival."""
-        self.count_finished(reason)
-        self.histograms["e2e_request_latency_seconds"].observe(seconds)
-        if times is not None:
-            self.histograms["request_queue_time_seconds"].observe(max(0.0, times.scheduled - times.arrival))
-
-    def abort_open_requests(self) -> None:
-        """Count the open requests as aborted."""
-        self.count_finished(FINISH_ABORT, self.open_requests)
-        self.open_requests = 0
-        self.load = 0.0
 
 
 class FrontEndMetrics:
     """One row of the metrics table: what one front end counts and measures."""
 
-    _SIZE = NUM_SINGLE + len(DROP_REASONS)
+    _SIZE = NUM_SINGLE + len(DROP_REASONS) + len(REJECTIONS) + HttpMetrics.SIZE
 
     def __init__(self, cells: memoryview[float]) -> None:
         """cells: the row, `size` numbers."""
         self._cells = cells
-        at = _Cells(cells, NUM_SINGLE)
+        at = Cells(cells, NUM_SINGLE)
         self._dropped = at.take(len(DROP_REASONS))
+        self._rejected = at.take(len(REJECTIONS))
+        self.http = HttpMetrics(at.take(HttpMetrics.SIZE))
         self.replicas = [ReplicaMetrics(part) for part in at.parts(ReplicaMetrics.SIZE)]
 
     @classmethod
@@ -182,11 +83,30 @@ class FrontEndMetrics:
     @property
     def dropped(self) -> dict[str, int]:
         """Number of dropped connections by reason."""
-        return _by_name(DROP_REASONS, self._dropped)
+        return by_name(DROP_REASONS, self._dropped)
 
     def count_dropped(self, reason: DropReason, count: int = 1) -> None:
         """Count dropped connections."""
         self._dropped[DROP_REASONS.index(reason)] += count
+
+    @property
+    def rejected(self) -> dict[str, int]:
+        """Number of requests declined for the time being, by the error's code."""
+        return by_name(REJECTIONS, self._rejected)
+
+    def count_rejected(self, code: str | None) -> None:
+        """Count a request that is declined with this error code, if it is one of REJECTIONS."""
+        if code in REJECTIONS:
+            self._rejected[REJECTIONS.index(code)] += 1
+
+    @property
+    def pid(self) -> int:
+        """Process ID of the front end; 0 before it has written anything."""
+        return int(self._cells[PID])
+
+    @pid.setter
+    def pid(self, pid: int) -> None:
+        self._cells[PID] = pid
 
     @property
     def heartbeats(self) -> float:
@@ -237,25 +157,3 @@ class MetricsTable:
     def total(self) -> FrontEndMetrics:
         """A snapshot of the sum of all rows."""
         return FrontEndMetrics(memoryview(array("d", map(sum, zip(*self._cells, strict=True)))))
-
-
-class _Cells:
-    """Divides a row into parts, from a position on."""
-
-    def __init__(self, cells: memoryview[float], start: int) -> None:
-        self._cells = cells
-        self._at = start
-
-    def take(self, count: int) -> memoryview[float]:
-        """The next `count` numbers."""
-        self._at += count
-        return self._cells[self._at - count : self._at]
-
-    def parts(self, size: int) -> Iterator[memoryview[float]]:
-        """All that is left, in parts of `size` numbers."""
-        while self._at < len(self._cells):
-            yield self.take(size)
-
-
-def _by_name(names: Sequence[str], cells: memoryview[float]) -> dict[str, int]:
-    return {name: int(count) for name, count in zip(names, cells, strict=True)}

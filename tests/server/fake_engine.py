@@ -163,6 +163,7 @@ class FakeEngine:
         times = None
         if done:
             del self._sequences[request.id]
+        if done or sequence.made == 0:
             now = time.monotonic()
             times = RequestTimes(
                 arrival=request.arrival, scheduled=sequence.scheduled, first_token=sequence.scheduled, finished=now
@@ -180,6 +181,7 @@ class FakeEngine:
             stop_token=EOS if stopped else None,
             cached_tokens=2 if len(request.prompt) > 2 else 0,
             times=times,
+            num_tokens=sequence.made if done else 0,
         )
 
     def reset_prefix_cache(self) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.core.errors import ExecutorError, InvalidRequestError
 from engine.core.schedulers.policy import MAX_DECODE_STEPS, Split
 from engine.core.schedulers.scheduler import Scheduler
-from engine.core.types import Output, StepResult
+from engine.core.types import Output, RequestTimes, StepResult
 
 from .scheduling import (
     EOS,
@@ -43,7 +44,7 @@ def test_request_prefills_then_decodes_until_max_tokens() -> None:
     assert (new.sequence, new.tokens, new.prompt_len) == (1, tuple(hash_tokens("a", 3)), 3)
     assert [(sequence, len(blocks)) for sequence, blocks in first.blocks] == [(1, 1)]
     (output,) = commit(scheduler, first, 11)
-    assert output == Output(request="a", tokens=(11,))
+    assert msgspec.structs.replace(output, times=None) == Output(request="a", tokens=(11,))
 
     second = plan(scheduler)
     assert work(second) == [1]
@@ -68,16 +69,31 @@ def test_next_step_names_the_finished_sequence() -> None:
     assert plan(scheduler).finished == (1,)
 
 
-def test_times_are_in_the_last_output() -> None:
+def test_times_are_in_the_first_and_the_last_output() -> None:
     scheduler = make_scheduler()
-    scheduler.add(request("a", max_tokens=2, arrival=1.0))
-    step = plan(scheduler, 2.0)
-    (output,) = commit(scheduler, step, now=3.0)
-    assert output.times is None
-    (output,) = commit(scheduler, plan(scheduler, 4.0), now=5.0)
-    assert output.times is not None
-    times = output.times
-    assert (times.arrival, times.scheduled, times.first_token, times.finished) == (1.0, 2.0, 3.0, 5.0)
+    scheduler.add(request("a", max_tokens=3, arrival=1.0))
+    outputs = [output for now in (2.0, 4.0, 6.0) for output in commit(scheduler, plan(scheduler, now), now=now + 1)]
+    first, between, last = (output.times for output in outputs)
+    assert first == RequestTimes(arrival=1.0, scheduled=2.0, first_token=3.0, finished=3.0)
+    assert between is None
+    assert last == RequestTimes(arrival=1.0, scheduled=2.0, first_token=3.0, finished=7.0)
+    assert [output.num_tokens for output in outputs] == [0, 0, 3]
+
+
+def test_tokens_of_steps_and_preemptions_of_requests_are_counted() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    scheduler.add(request("a", 2, max_tokens=12))
+    scheduler.add(request("b", 2, max_tokens=12))
+    tokens = []
+    while scheduler.has_work:
+        step = plan(scheduler)
+        tokens.append(len(step.decodes) + sum(chunk.count for chunk in step.chunks))
+        commit(scheduler, step)
+    stats = scheduler.stats()
+    assert stats.preemptions
+    assert (sum(stats.step_tokens.counts), stats.step_tokens.sum) == (len(tokens), sum(tokens))
+    assert sum(stats.request_preemptions.counts) == 2
+    assert stats.request_preemptions.sum == stats.preemptions
 
 
 def test_add_generates_missing_seeds_and_keeps_given_ones() -> None:

@@ -330,6 +330,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert [entry.token for entry in scores[0]] == list(request.prompt[1:])
             assert scores[1:] == [None] * (len(outputs) - 1)
         assert last.times is not None
+        assert last.num_tokens == len(tokens)
         assert request.arrival <= last.times.scheduled <= last.times.first_token <= last.times.finished == self.now
 
 

@@ -59,7 +59,8 @@ def read_until(connection: socket.socket, end: bytes) -> bytes:
 def connect_alone(server: Any) -> socket.socket:
     """The only connection of the server's."""
     connection = connect(server)
-    server.until(lambda: re.search(r"^engine_connections\{[^}]*\} 1\.0$", ask(connection, "/metrics"), re.MULTILINE))
+    only = re.compile(r"^engine_connections{[^}]*} 1.0$", re.MULTILINE)
+    server.until(lambda: only.search(ask(connection, "/metrics")) is not None)
     return connection
 
 

@@ -8,15 +8,17 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.core.histogram import Histogram
-from engine.core.types import EngineStats, RequestTimes
+from engine.core.types import CacheInfo, EngineStats, RequestTimes
 from engine.server.http.prometheus import PrometheusExporter
 from engine.server.metrics import buckets
 from engine.server.metrics.definition import VLLM_PREFIX
-from engine.server.metrics.metric_list import REPLICA_METRICS, SERVER_METRICS
-from engine.server.metrics.replica_report import EngineReport
+from engine.server.metrics.metric_list import REPLICA_METRICS
+from engine.server.metrics.reports import EngineReport
+from engine.server.metrics.server_metrics import HTTP_METRICS, PROCESS_METRICS, SERVER_METRICS
 from engine.server.shared.metrics_table import FrontEndMetrics, MetricsTable
+from engine.server.shared.request_metrics import FinishedRequest
 
-ALL = (*REPLICA_METRICS, *SERVER_METRICS)
+ALL = (*REPLICA_METRICS, *SERVER_METRICS, *HTTP_METRICS, *PROCESS_METRICS)
 MAX_LEN = 2048
 
 
@@ -26,11 +28,20 @@ def board(rows: int = 1, replicas: int = 1) -> MetricsTable:
 
 
 def exporter(board: MetricsTable, *reports: EngineReport, names: str = "engine") -> PrometheusExporter:
-    return PrometheusExporter(board, lambda: reports, model_name='a "model"', max_len=MAX_LEN, names=names)
+    routes = [("other", "other"), ("POST", "/v1/completions"), ("GET", "/v1/models")]
+    model = {"model_name": 'a "model"', "max_len": MAX_LEN}
+    return PrometheusExporter(board, lambda: reports, **model, names=names, routes=lambda: routes)
 
 
-def samples(board: MetricsTable, stats: EngineStats, up: bool = True, **names: Any) -> dict[tuple[str, str], float]:
-    return read(exporter(board, EngineReport(up=up, stats=stats), **names))
+def samples(
+    board: MetricsTable, stats: EngineStats, *, up: bool = True, names: str = "engine"
+) -> dict[tuple[str, str], float]:
+    return read(exporter(board, EngineReport(up=up, stats=stats), names=names))
+
+
+def finished(**fields: Any) -> FinishedRequest:
+    usual = {"reason": "stop", "times": None, "seconds": 1.0, "prompt_tokens": 1, "cached_tokens": 0}
+    return FinishedRequest(**usual | {"generation_tokens": 1, "max_tokens": 1} | fields)
 
 
 def read(exporter: PrometheusExporter) -> dict[tuple[str, str], float]:
@@ -100,22 +111,51 @@ def test_durations_and_finish_reasons_are_exported() -> None:
     (metrics,) = numbers.rows[0].replicas
     metrics.observe_tokens(0.3, 1, first=True)
     metrics.observe_tokens(0.04, 4, first=False)
-    times = RequestTimes(arrival=1.0, scheduled=1.25, first_token=1.3, finished=2.0)
-    metrics.observe_finish("stop", times, 1.0)
+    times = RequestTimes(arrival=1.0, scheduled=1.25, first_token=1.5, finished=2.0)
+    metrics.count_prompt(12, cached=8)
+    metrics.observe_finish(finished(times=times, prompt_tokens=12, cached_tokens=8, generation_tokens=5, max_tokens=9))
+    metrics.observe_prompt(2, 7)
     found = samples(numbers, EngineStats())
     assert found["engine_time_to_first_token_seconds_sum", ""] == 0.3
     assert found["engine_inter_token_latency_seconds_count", ""] == 4
     assert found["engine_inter_token_latency_seconds_bucket", "0.01"] == 4
     assert found["engine_inter_token_latency_seconds_bucket", "0.005"] == 0
     assert found["engine_request_queue_time_seconds_sum", ""] == 0.25
-    assert found["engine_e2e_request_latency_seconds_sum", ""] == 1.0
     assert found["engine_requests_finished_total", "stop"] == 1
     assert found["engine_requests_finished_total", "abort"] == 0
+    sums = {
+        "e2e_request_latency_seconds": 1.0,
+        "request_prefill_time_seconds": 0.25,
+        "request_decode_time_seconds": 0.5,
+        "request_inference_time_seconds": 0.75,
+        "request_time_per_output_token_seconds": 0.125,
+        "request_prompt_tokens": 12,
+        "request_prefill_kv_computed_tokens": 4,
+        "request_generation_tokens": 5,
+        "request_params_max_tokens": 9,
+        "request_params_n": 2,
+        "request_max_num_generation_tokens": 7,
+    }
+    assert {name: found[f"engine_{name}_sum", ""] for name in sums} == sums
+    assert found["engine_prompt_tokens_by_source_total", "computed"] == 4
+    assert found["engine_prompt_tokens_by_source_total", "cached"] == 8
+
+
+def test_a_request_of_one_token_has_no_time_per_token_and_one_that_never_ran_only_its_latency() -> None:
+    numbers = board()
+    (metrics,) = numbers.rows[0].replicas
+    times = RequestTimes(arrival=1.0, scheduled=1.0, first_token=2.0, finished=2.0)
+    metrics.observe_finish(finished(times=times, generation_tokens=1))
+    metrics.observe_finish(finished(reason="error", times=None))
+    found = samples(numbers, EngineStats())
+    assert found["engine_request_time_per_output_token_seconds_count", ""] == 0
+    assert found["engine_request_decode_time_seconds_count", ""] == 1
+    assert found["engine_e2e_request_latency_seconds_count", ""] == 2
 
 
 def test_two_servers_in_one_process_have_separate_metrics() -> None:
     first, second = board(), board()
-    first.rows[0].replicas[0].observe_finish("stop", None, 1.0)
+    first.rows[0].replicas[0].observe_finish(finished(seconds=1.0))
     assert samples(second, EngineStats())["engine_requests_finished_total", "stop"] == 0
     assert samples(first, EngineStats(), up=False)["engine_up", ""] == 0
 
@@ -124,9 +164,9 @@ def test_every_front_end_exports_the_sum_of_all_rows(tmp_path: Path) -> None:
     file = tmp_path / "board"
     made, seen = MetricsTable.map(file, 2, 2, create=True), MetricsTable.map(file, 2, 2)
     ours, theirs = made.rows[0].replicas, seen.rows[1].replicas
-    ours[0].observe_finish("stop", None, 0.5)
-    theirs[0].observe_finish("stop", None, 0.25)
-    theirs[1].observe_finish("stop", None, 0.125)
+    ours[0].observe_finish(finished(seconds=0.5))
+    theirs[0].observe_finish(finished(seconds=0.25))
+    theirs[1].observe_finish(finished(seconds=0.125))
     theirs[0].observe_tokens(0.25, 1, first=True)
     theirs[0].open_requests = 2
     theirs[1].open_requests = 1
@@ -147,7 +187,7 @@ def test_every_front_end_exports_the_sum_of_all_rows(tmp_path: Path) -> None:
 def test_counters_of_an_exited_front_end_remain() -> None:
     numbers = board(2)
     exited, running = (row.replicas[0] for row in numbers.rows)
-    exited.observe_finish("stop", None, 0.5)
+    exited.observe_finish(finished(seconds=0.5))
     exited.open_requests = 2
     exited.load = 7
     running.load = 3
@@ -241,3 +281,77 @@ def test_histograms_of_the_engine_are_exported() -> None:
     assert found["vllm:request_num_preemptions_count", ""] == 4
     assert found["vllm:request_num_preemptions_sum", ""] == 8
     assert found["vllm:iteration_tokens_total_count", ""] == 0
+
+
+def test_bounds_above_the_longest_context_are_left_out() -> None:
+    numbers = board()
+    times = RequestTimes(arrival=0, scheduled=0, first_token=0, finished=1)
+    numbers.rows[0].replicas[0].observe_finish(finished(times=times, prompt_tokens=2047))
+    found = samples(numbers, EngineStats(), names="both")
+    for prefix in ("engine_", "vllm:"):
+        bounds = {bound: n for (name, bound), n in found.items() if name == f"{prefix}request_prompt_tokens_bucket"}
+        assert list(bounds)[-3:] == ["1000.0", "2000.0", "+Inf"]
+        assert (bounds["2000.0"], bounds["+Inf"]) == (0, 1)
+
+
+def test_vllms_prompt_tokens_include_those_that_were_cached() -> None:
+    numbers = board()
+    numbers.rows[0].replicas[0].count_prompt(12, cached=8)
+    found = samples(numbers, EngineStats(prompt_tokens=3), names="both")
+    assert found["engine_prompt_tokens_total", ""] == 3
+    assert found["vllm:prompt_tokens_total", ""] == 12
+    assert found["vllm:prompt_tokens_cached_total", ""] == 8
+    assert found["vllm:prompt_tokens_by_source_total", "local_compute"] == 4
+    assert found["vllm:prompt_tokens_by_source_total", "local_cache_hit"] == 8
+    assert found["vllm:prompt_tokens_cached_by_source_total", "device"] == 8
+    assert found["vllm:external_prefix_cache_hits_total", ""] == 0
+
+
+def test_waiting_requests_are_exported_by_reason() -> None:
+    found = samples(board(), EngineStats(waiting=3, compiling=2), names="both")
+    assert found["engine_num_requests_waiting", ""] == found["vllm:num_requests_waiting", ""] == 5
+    assert found["vllm:num_requests_waiting_by_reason", "capacity"] == 3
+    assert found["engine_num_requests_waiting_by_reason", "deferred"] == 2
+
+
+def test_the_kv_cache_is_described_by_labels() -> None:
+    sizes = dict.fromkeys(("weights_bytes", "activation_bytes", "kv_bytes", "budget_bytes"), 0)
+    cache = CacheInfo(num_blocks=8, block_size=16, device="", dtype="x", **sizes)
+    report = EngineReport(up=True, stats=EngineStats(), cache=cache, prefix_caching=True)
+    text = exporter(board(), report, names="both").text().decode()
+    assert 'replica="0",block_size="16",num_blocks="8",cache_dtype="x",prefix_caching="True"} 1.0' in text
+    assert 'engine="0",block_size="16",num_gpu_blocks="8",cache_dtype="x",enable_prefix_caching="True"} 1.0' in text
+
+
+def test_graphs_are_exported_only_where_there_are_some() -> None:
+    assert not [name for name, _ in samples(board(), EngineStats()) if name.startswith("engine_graph_")]
+    replays = (("decode", 8, 5, 10), ("decode", 16, 1, 2), ("prefill", 64, 3, 9))
+    found = samples(board(), EngineStats(graph_replays=replays, graph_misses=4))
+    assert found["engine_graph_replays_total", "decode8"] == 5
+    assert found["engine_graph_replays_total", "prefill64"] == 3
+    assert found["engine_graph_padding_total", "decode"] == 12
+    assert found["engine_graph_misses_total", ""] == 4
+
+
+def test_http_requests_are_counted_by_route_and_status() -> None:
+    numbers = board(2)
+    for row, slot, status, seconds in ((0, 1, 200, 0.25), (1, 1, 499, 0.5), (1, 2, 101, 0.1), (0, 0, 503, 7.0)):
+        numbers.rows[row].http.observe(slot, status, seconds)
+    found = samples(numbers, EngineStats())
+    assert found["http_requests_total", "/v1/completionsPOST2xx"] == 1
+    assert found["http_requests_total", "/v1/completionsPOST4xx"] == 1
+    assert found["http_requests_total", "/v1/modelsGET2xx"] == 1
+    assert found["http_requests_total", "otherother5xx"] == 1
+    assert ("http_requests_total", "/v1/modelsGET5xx") not in found
+    assert found["http_request_duration_seconds_sum", "/v1/completionsPOST"] == 0.75
+
+
+def test_declined_requests_are_counted_by_the_code_of_the_error() -> None:
+    numbers = board()
+    for code in ("overloaded", "overloaded", "shutting_down", "invalid_api_key", None):
+        numbers.rows[0].count_rejected(code)
+    found = samples(numbers, EngineStats(), names="both")
+    assert found["engine_admission_rejections_total", "overloaded"] == 2
+    assert found["engine_admission_rejections_total", "shutting_down"] == 1
+    assert found["vllm:admission_rejections_total", "max_num_queued_reqs"] == 2
+    assert found["vllm:admission_rejections_total", "max_num_queued_tokens"] == 0

@@ -3,7 +3,7 @@ from __future__ import annotations
 from array import array
 
 from engine.core.types import HistogramCounts
-from engine.server.shared.metrics_table import Histogram
+from engine.server.shared.request_metrics import Histogram
 
 
 def test_histogram_counts_up_to_each_bound() -> None:

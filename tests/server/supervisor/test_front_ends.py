@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -83,9 +82,13 @@ def test_connections_spread_evenly_and_metrics_add_up(serve_fake: Serve, gate: A
         with httpx.Client() as one, httpx.Client() as other:  # one connection per front end
             for client in (one, other):
                 client.get(f"{server.url}/health")
-            seen = [client.get(f"{server.url}/metrics").text for client in (one, other)]
+            seen = [server.metrics(client.get) for client in (one, other)]
             assert sum(connections(server).values()) == 2
             assert set(connections(server).values()) == {1}
+        of_processes = [name for name in seen[0] if name.startswith("process_")]
+        assert {name.partition("{")[0] for name in of_processes} >= {"process_cpu_seconds_total", "process_open_fds"}
+        assert all(f'process_threads{{process="front_end",number="{row}"}}' in of_processes for row in range(2))
+        assert all(one.pop(name) >= 0 for one in seen for name in of_processes)
         assert seen[0] == seen[1]
         metrics = server.metrics()
         assert metrics[FINISHED % "length"] == 64
@@ -149,7 +152,7 @@ def test_all_front_ends_learn_of_a_killed_engine_process(serve_fake: Serve, gate
         with httpx.Client() as one, httpx.Client() as other:
             for client in (one, other):
                 assert client.get(f"{server.url}/health").status_code == 503
-                assert re.search(r"^engine_up\{[^}]*\} 0\.0$", client.get(f"{server.url}/metrics").text, re.MULTILINE)
+                assert server.metrics(client.get)["engine_up"] == 0
                 assert client.post(f"{server.url}/v1/completions", json=COMPLETION).status_code == 503
         assert server.stop() == 1
 
