@@ -194,6 +194,11 @@ class DecodeGraphs:
         """Number of graphs captured so far."""
         return len(self._graphs)
 
+    def batch_size(self, decodes: int) -> int:
+        """Batch size of the graph that serves this number of sequences."""
+        size: int = self._sizes[self._size_of[decodes]]
+        return size
+
     def invalidate(self) -> None:
         """Note that sequences advanced outside the graphs: the next replay needs all rows and positions again."""
         self._current = ()
@@ -203,7 +208,7 @@ class DecodeGraphs:
 
         timer: its phases are ended here.
         """
-        size = self._sizes[self._size_of[len(decodes)]]
+        size = self.batch_size(len(decodes))
         path = self._sampler.graph_path(decodes)
         graph = self._graphs.get((size, path.name))
         if graph is None:
