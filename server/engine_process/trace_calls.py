@@ -98,7 +98,7 @@ class TraceCalls:
         if directory:
             self._directory, self._front_ends = directory, self._routes.front_ends()
         for peer in self._front_ends:
-            message = RecordSpans(self._directory, part_name(peer), bool(directory))
+            message = RecordSpans(self._replica, self._directory, part_name(peer), bool(directory))
             self._send(peer, Outputs([], [], [], [], control=[message]))
         if not directory:
             self._front_ends = []

@@ -236,6 +236,8 @@ class EngineClient:
         """Fail every group with a request on a replica whose engine process has exited."""
         self.links[down.replica].mark_down(down)
         self.control.fail(down.replica, down.reason)
+        self._recorder.drop(down.replica)
+        self.trace = self._recorder if self._recorder.active else None
         groups = {entry.group for entry in self._open.values() if entry.replica == down.replica}
         self._fail(groups, self._engine_failed(down))
 

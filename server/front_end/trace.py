@@ -17,7 +17,7 @@ class FrontEndTrace:
     """The traces, one per replica at most, to which this front end contributes at the moment."""
 
     def __init__(self) -> None:
-        self._spans: dict[str, Spans] = {}
+        self._spans: dict[int, Spans] = {}
 
     @property
     def active(self) -> bool:
@@ -27,11 +27,15 @@ class FrontEndTrace:
     def update(self, message: RecordSpans) -> None:
         """Begin to record for a trace, or end and write this front end's part of it."""
         if message.begin:
-            self._spans[message.directory] = Spans()
+            self._spans[message.replica] = Spans()
             return
-        spans = self._spans.pop(message.directory, None)
+        spans = self._spans.pop(message.replica, None)
         if spans is not None:
             threading.Thread(target=_write, args=(message, spans), name="trace").start()
+
+    def drop(self, replica: int) -> None:
+        """Record no more for a replica whose engine process has exited."""
+        self._spans.pop(replica, None)
 
     def add(self, row: str, name: str, begin: int, end: int, args: Mapping[str, Any] | None = None) -> None:
         """Add a span to all traces. begin, end: time.monotonic_ns(). Spans of one row must nest."""

@@ -208,6 +208,7 @@ class ControlAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
 class RecordSpans(msgspec.Struct, frozen=True, array_like=True, tag="record"):
     """Record spans for a trace, or write those recorded."""
 
+    replica: int
     directory: str
     """Of the parts of the trace."""
     name: str
