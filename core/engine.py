@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from os import PathLike, fspath
@@ -25,7 +25,14 @@ from engine.core.config.load import flatten, load_config
 from engine.core.config.model_name import is_hub_name
 from engine.core.config.tree import EngineConfig
 from engine.core.device import find_device
-from engine.core.errors import ConfigError, ControlError, EngineError, ExecutorError, InvalidRequestError
+from engine.core.errors import (
+    ConfigError,
+    ControlBusyError,
+    ControlError,
+    EngineError,
+    ExecutorError,
+    InvalidRequestError,
+)
 from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.executors.choose import PluginChoice
 from engine.core.executors.rehearsal import rehearse
@@ -50,6 +57,8 @@ from engine.core.startup import Listener, Phases
 from engine.core.startup_display import show_startup
 from engine.core.text.detokenizer import TextDelta
 from engine.core.text.tokenizer import Tokenizer
+from engine.core.timeline.merge import Report
+from engine.core.timeline.recorder import Recorder, TraceOptions
 from engine.core.types import EngineStats, Output, Request, SamplingParams, Step, StepResult
 from engine.core.wait_policy import set_wait_policy
 from engine.core.weights.checkpoint import Checkpoint
@@ -198,6 +207,10 @@ class Engine:
         self._timers = defaultdict(PhaseTimer, {phase: PhaseTimer() for phase in STEP_PHASES})
         self._kernels_compiled = self._graphs_captured = 0
         self._graph_uses = GraphUses()
+        self._recorder: Recorder | None = None
+        """Set while steps are to be reported to it."""
+        self._trace: Recorder | None = None
+        """The recorder of the latest trace."""
         self._async: AsyncGenerator | None = None
         self._closed = False
         self._failure = ""
@@ -248,6 +261,8 @@ class Engine:
             if step is not None:
                 with self._timers["submit"]:
                     pending = self._executor.submit(step)
+                if self._recorder is not None:
+                    pending = self._recorder.submitted(step, pending)
                 self._in_flight.append((step, pending))
             if not self._in_flight or (step is not None and len(self._in_flight) <= self._steps_ahead):
                 return None
@@ -411,6 +426,57 @@ class Engine:
             self._failure = str(error) or type(error).__name__
             raise
 
+    def start_trace(self, options: TraceOptions, notify: Callable[[str], None] = lambda directory: None) -> None:
+        """Record phases, steps and requests, and on every rank operators and kernels, as `options` say.
+
+        notify: called with a directory when recording begins, and with an empty text when it ends, for what other
+        processes add. While recording, the steps are slower by what torch.profiler takes.
+        Raises ControlError if the options or a rank refuse, and ControlBusyError while another trace is recorded or
+        written; ExecutorError as `call` does.
+        """
+        if self._failure:
+            raise self._unusable()
+        if self._trace is not None and self._trace.running:
+            self.trace_report()
+            if self._trace.running:
+                raise ControlBusyError("a profile is in progress; stop it first, or wait for its end")
+        refusal = options.refusal(self.device.type)
+        if refusal is not None:
+            raise ControlError(refusal)
+
+        def ended() -> None:
+            self._recorder = None
+
+        self._trace = self._recorder = Recorder(
+            options,
+            call=self.call,
+            timers=self._timers,
+            phases=STEP_PHASES,
+            scheduler=self._scheduler,
+            ended=ended,
+            notify=notify,
+        )
+        self._trace.begin_if_due()
+
+    def stop_trace(self) -> None:
+        """End the recording now, if it has not ended, and write the trace in the background.
+
+        Raises ControlError if there is none or the trace cannot be written, ExecutorError as `call` does.
+        """
+        if self._trace is None:
+            raise ControlError("no profile was started; start one first")
+        self._trace.stop()
+
+    def trace_report(self, *, wait: bool = False) -> Report | None:
+        """What the latest trace has, once it is written; None before that. wait: until it is, once it has ended.
+
+        Raises ControlError if it failed. Ends a recording that has lasted `TraceOptions.max_seconds`.
+        """
+        if self._trace is None:
+            raise ControlError("no profile was started; start one first")
+        self._trace.check_time()
+        return self._trace.report(wait=wait)
+
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache; return the number of KV blocks freed.
 
@@ -447,6 +513,8 @@ class Engine:
             self._closed = True
             self._failure = "the engine is closed"
             self._in_flight.clear()
+            if self._trace is not None:
+                self._trace.close()
             self._executor.shutdown()
             self._grammars.close()
             if self._kv_events is not None:

@@ -21,7 +21,7 @@ from engine.core.types import EngineStats
 from engine.server.front_end.main import ERROR_EVENT_TIMEOUT
 from engine.server.http.access import PUBLIC
 from engine.server.http.prometheus import PrometheusExporter
-from engine.server.metrics.replica_report import EngineReport
+from engine.server.metrics.reports import EngineReport
 from engine.server.ray_serve.options import Options, read_arguments
 from engine.server.shared.metrics_table import FrontEndMetrics, MetricsTable
 from engine.server.supervisor.main import SHUTDOWN_SECONDS

@@ -8,4 +8,7 @@ from __future__ import annotations
 
 import typer
 
+from engine.cli.profile import trace
+
 app = typer.Typer(help="See where time and memory go.", no_args_is_help=True, callback=lambda: None)
+app.command()(trace.trace)

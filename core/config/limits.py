@@ -45,6 +45,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "server.request_timeout": (0, 604800),
     "server.max_header_bytes": (1024, 2**24),
     "server.max_headers": (8, 2**16),
+    "server.profile_max_steps": (1, 10_000),
+    "server.profile_max_seconds": (1, 3600),
     "server.rate_limit": (0, 2**31),
     "server.concurrency_limit": (0, 2**31),
     "server.max_body_bytes": (1, 2**40),

@@ -357,6 +357,13 @@ class ServerConfig:
         flag="--admin-api-key",
         secret=True,
     )
+    profile_dir: str = setting(
+        "",
+        "Directory in which POST /start_profile writes traces, seen by all ranks; empty: profiling is off.",
+        flag="--profile-dir",
+    )
+    profile_max_steps: int = setting(200, "Maximum steps of a profile.")
+    profile_max_seconds: float = setting(60.0, "Maximum seconds of a profile, also if no one stops it.")
     rate_limit: int = setting(
         0,
         "Maximum POST requests per minute and API key (without keys: in all); a further one gets 429. 0: no limit.",

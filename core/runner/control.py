@@ -14,6 +14,7 @@ from engine.core.device import DeviceInfo
 from engine.core.errors import ControlError, EngineError, ExecutorError, near_misses
 from engine.core.runner.device_state import DeviceState
 from engine.core.runner.memory_history import MemoryHistory, RecordMemory, SnapshotMemory
+from engine.core.runner.step_trace import StartTrace, StepTrace, StopTrace
 
 
 @define
@@ -25,6 +26,7 @@ class Rank:
     device: DeviceInfo
     state: DeviceState
     memory: MemoryHistory
+    trace: StepTrace
 
 
 class Operation(NamedTuple):
@@ -54,6 +56,8 @@ def describe(rank: Rank, arguments: NoArguments) -> dict[str, Any]:
 OPERATIONS: Mapping[str, Operation] = {
     "describe": Operation(NoArguments, describe),
     "record_memory": Operation(RecordMemory, lambda rank, given: rank.memory.record(given)),
+    "start_trace": Operation(StartTrace, lambda rank, given: rank.trace.start(given)),
+    "stop_trace": Operation(StopTrace, lambda rank, given: rank.trace.stop(given)),
     "memory_snapshot": Operation(SnapshotMemory, lambda rank, given: rank.memory.write(given, rank.rank)),
 }
 

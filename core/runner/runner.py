@@ -18,6 +18,7 @@ from engine.core.runner.control import Control, Rank
 from engine.core.runner.memory_history import MemoryHistory
 from engine.core.runner.start import RunnerStart
 from engine.core.runner.step import PendingStep, StepLauncher
+from engine.core.runner.step_trace import StepTrace
 from engine.core.startup import Phases
 from engine.core.types import CacheInfo, Step
 from engine.core.weights.checkpoint import Checkpoint
@@ -66,6 +67,7 @@ class Runner:
                 device=self.device,
                 state=self._launcher.state,
                 memory=MemoryHistory(self.device),
+                trace=StepTrace(self._group.rank, self.device, self._launcher),
             )
         )
         return cache

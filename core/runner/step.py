@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from attrs import define
@@ -66,15 +66,26 @@ class StepLauncher:
         self._device = device
         self._decode_graphs = graphs.decode
         self._piecewise_graphs = graphs.piecewise
+        self._run: Callable[[Step], PendingStep] = self._launch
 
     @torch.inference_mode()
     def launch(self, step: Step) -> PendingStep:
         """Run the step. On a GPU the call returns once the kernels are launched."""
         enter_device(self._device)
-        pending = self._launch(step)
+        pending = self._run(step)
         if self._first_uses is not None:
             pending.first_use = self._first_uses.take()
         return pending
+
+    def observe(self, observer: Callable[[Step, Callable[[Step], PendingStep]], PendingStep] | None) -> None:
+        """Have steps launched by `observer(step, launch)`; None: without one, as at the start."""
+        self._run = self._launch if observer is None else lambda step: observer(step, self._launch)
+
+    def graph_size(self, step: Step) -> int | None:
+        """Batch size of the CUDA graph of a step; None if the step is launched without one."""
+        if self._decode_graphs is None or step.chunks:
+            return None
+        return self._decode_graphs.size(len(step.decodes))
 
     def _launch(self, step: Step) -> PendingStep:
         timer = LapTimer()

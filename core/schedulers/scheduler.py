@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -171,6 +171,12 @@ class Scheduler:
             return None
         self._retire(state)
         return Output(request=request_id, finish_reason=FINISH_ABORT, cached_tokens=state.cached_tokens)
+
+    def request_states(self, sequences: Iterable[int] | None = None) -> list[RequestState]:
+        """The requests of these running sequences; None: all waiting and running requests."""
+        if sequences is None:
+            return list(self._queues.requests.values())
+        return [self._queues.running[sequence] for sequence in sequences if sequence in self._queues.running]
 
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache and return the number of blocks freed; running requests keep their own blocks."""

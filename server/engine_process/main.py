@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import attrs
 import zmq
 
-from engine.core.config import EngineConfig
+from engine.core.config import EngineConfig, ServerConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaultError
 from engine.core.executors import MessageDecoder, encode
 from engine.core.types import EngineStats, Output
@@ -27,6 +27,7 @@ from engine.server.engine_process.control_calls import answer
 from engine.server.engine_process.output_routes import OutputRoutes
 from engine.server.engine_process.pending_requests import PendingRequests
 from engine.server.engine_process.prober import Prober
+from engine.server.engine_process.trace_calls import TraceCalls
 from engine.server.shared.heartbeat import Heartbeat
 from engine.server.shared.messages import (
     SOCKET,
@@ -54,6 +55,8 @@ STATS_INTERVAL = 0.25
 """Minimum seconds between two reports of statistics while the engine is busy."""
 IDLE_CHECK_MS = 1000
 """Interval at which an idle engine checks its executor, milliseconds."""
+TRACE_CHECK_MS = 20
+"""Interval at which an idle engine checks whether a trace is written that a client waits for, milliseconds."""
 COMPILE_CHECK_MS = 1
 """Interval at which an engine that has nothing else to do checks whether a grammar is compiled, milliseconds."""
 MAX_MESSAGES = 32
@@ -123,7 +126,7 @@ def _run(
                 pid=os.getpid(),
             )
         )
-        loop(engine, channel, heartbeat, launch.config.server.health_interval)
+        loop(engine, channel, heartbeat, launch.config.server, launch.replica)
         return 0
     except Exception as error:
         log.exception("the engine stopped")
@@ -190,17 +193,18 @@ class Channel:
         self._wake_receiver.close(linger=0)
 
 
-def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval: float) -> None:
-    """Step the engine until Shutdown; probe_interval: server.health_interval. Raises what `Engine.step` raises."""
+def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, config: ServerConfig, replica: int) -> None:
+    """Step the engine until Shutdown. Raises what `Engine.step` raises."""
     routes = OutputRoutes()
-    prober = Prober(engine, heartbeat, probe_interval)
+    prober = Prober(engine, heartbeat, config.health_interval)
+    traces = TraceCalls(engine, config, replica, routes, channel.send)
     pending = PendingRequests(engine, routes)
     sent_stats = EngineStats()
     next_stats = 0.0
     while True:
         idle: Health | None = None
         if not (engine.has_work or pending or routes.behind):
-            channel.wait(IDLE_CHECK_MS)
+            channel.wait(TRACE_CHECK_MS if traces.waiting else IDLE_CHECK_MS)
             idle = engine.check()
             if not idle.ok:
                 raise EngineError(idle.detail)
@@ -221,12 +225,15 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval:
                 case Probe():
                     prober.request_step()
                 case Control():
-                    channel.send(peer, Outputs([], [], [], [], answers=[answer(engine, message)]))
+                    if (answered := answer(engine, traces, peer, message)) is not None:
+                        channel.send(peer, Outputs([], [], [], [], control=[answered]))
                 case FrontEndExited(name):
                     for request in routes.remove_front_end(name.encode()):
                         engine.abort(request)
                 case Shutdown():
                     return
+        if traces.started:
+            traces.poll()
         outputs += pending.add_some()
         prober.before_step()
         if engine.has_work:

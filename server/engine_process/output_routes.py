@@ -72,6 +72,10 @@ class OutputRoutes:
         if peer not in self._exited:  # messages of a front end may be read after its exit was reported
             self._front_ends.setdefault(peer, _FrontEnd())
 
+    def front_ends(self) -> list[bytes]:
+        """ZeroMQ identities of the front ends."""
+        return list(self._front_ends)
+
     def remove_front_end(self, peer: bytes) -> list[str]:
         """Remove a front end that has exited; returns the IDs of its open requests."""
         self._exited.add(peer)

@@ -20,7 +20,8 @@ from engine.server.front_end.engine_link import EngineLink
 from engine.server.front_end.errors import ApiError
 from engine.server.front_end.open_request import OpenRequest, Prompt
 from engine.server.front_end.routing import Router
-from engine.server.shared.messages import Abort, Add, EngineDown, Outputs, Started
+from engine.server.front_end.trace import FrontEndTrace
+from engine.server.shared.messages import Abort, Add, ControlAnswer, EngineDown, Outputs, RecordSpans, Started
 from engine.server.shared.metrics_table import MetricsTable
 from engine.server.shared.request_metrics import ReplicaMetrics
 
@@ -131,6 +132,11 @@ class EngineClient:
             for replica, metrics in enumerate(self.metrics.replicas)
         ]
         self.control = ControlCalls(self.links)
+        self._recorder = FrontEndTrace()
+        self.trace: FrontEndTrace | None = None
+        """Set while a trace is recorded."""
+        self._delivering_since = 0
+        """While a trace is recorded: since when received outputs are handled, time.monotonic_ns(); 0: none are."""
         self.router = Router([0] * limits.replicas, config.cache.block_size)
 
     def _make_link(
@@ -159,6 +165,7 @@ class EngineClient:
 
         Raises ApiError if all replicas are down or server.max_waiting is reached.
         """
+        begin = 0 if self.trace is None else time.monotonic_ns()
         loads = self._loads()
         max_open, num_open = self._limits.max_waiting, self.metrics_table.open_requests
         if num_open + len(requests) * choices > max_open:
@@ -196,6 +203,9 @@ class EngineClient:
         for replica, indices in groupby(order, key=lambda index: placements[index].replica):
             for batch in _batches(requests, indices):
                 self.links[replica].send(Add(firsts[batch[0]], tuple(requests[index] for index in batch), choices))
+        if self.trace is not None:
+            names = {"requests": [request.id for request in requests]}
+            self.trace.add("event loop", "submit", begin or time.monotonic_ns(), time.monotonic_ns(), names)
         return group
 
     def abort(self, numbers: Iterable[int], reason: str, num_tokens: int = 0) -> None:
@@ -231,6 +241,8 @@ class EngineClient:
         """Fail every group with a request on a replica whose engine process has exited."""
         self.links[down.replica].mark_down(down)
         self.control.fail(down.replica, down.reason)
+        self._recorder.drop(down.replica)
+        self.trace = self._recorder if self._recorder.active else None
         groups = {entry.group for entry in self._open.values() if entry.replica == down.replica}
         self._fail(groups, self._engine_failed(down))
 
@@ -323,10 +335,15 @@ class EngineClient:
         for group in groups:
             group.notify()
         self._write()
+        if self.trace is not None and self._delivering_since:
+            self.trace.add("event loop", "outputs", self._delivering_since, time.monotonic_ns())
+            self._delivering_since = 0
 
     def _deliver(self, metrics: ReplicaMetrics, message: Outputs) -> None:
         """Put each output into its group and update the metrics; metrics: those of the replica that sent `message`."""
         now = time.monotonic()
+        if self.trace is not None and not self._delivering_since:
+            self._delivering_since = time.monotonic_ns()
         requests, tokens, at = self._open, message.tokens, 0
         add_updated = self._updated_groups.append
         # Most requests got one token in each of the last steps: observe the latency of equal ones together.
@@ -347,10 +364,19 @@ class EngineClient:
             entry = requests.get(packed.number)
             if entry is not None:
                 entry.group.prompt_logprobs[entry.index] = packed.slices
-        if message.answers:
-            self.control.resolve(message.answers)
+        if message.control:
+            self._take_control(message.control)
         for number, output in message.full:
             self._deliver_full(metrics, number, output, now)
+
+    def _take_control(self, messages: Sequence[ControlAnswer | RecordSpans]) -> None:
+        """Resolve the control calls that are answered, and begin or end to record spans."""
+        self.control.resolve(one for one in messages if isinstance(one, ControlAnswer))
+        for one in messages:
+            if isinstance(one, RecordSpans):
+                self._recorder.update(one)
+        self.trace = self._recorder if self._recorder.active else None
+        self._delivering_since = 0
 
     def _deliver_full(self, metrics: ReplicaMetrics, number: int, output: Output, now: float) -> None:
         entry = self._open.get(number)

@@ -1,10 +1,10 @@
-"""POST /reset_prefix_cache: routes of administration, which need an admin key (access.py)."""
+"""POST /reset_prefix_cache, /start_profile and /stop_profile: routes that need an admin key (access.py)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter
@@ -24,6 +24,24 @@ class ReplicaBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The replica that is meant; None: all."""
 
 
+class StartProfileBody(ReplicaBody, kw_only=True, forbid_unknown_fields=True):
+    """POST /start_profile, by the names of TraceOptions."""
+
+    steps: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Steps to record; 0: until /stop_profile."""
+    after: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Steps to wait before."""
+    activities: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
+    nvtx: bool = False
+
+
+class StopProfileBody(ReplicaBody, kw_only=True, forbid_unknown_fields=True):
+    """POST /stop_profile."""
+
+    wait: bool = False
+    """Whether to wait for the steps that /start_profile asked for, instead of ending now."""
+
+
 def routes(service: Service) -> APIRouter:
     """The routes of this module."""
     router = APIRouter()
@@ -36,6 +54,17 @@ def routes(service: Service) -> APIRouter:
         for replica in replicas:
             service.client.forget_prefixes(replica)
         return response
+
+    @router.post("/start_profile", response_model=None)
+    async def start_profile(request: Request) -> Response:
+        body = await read_optional(request, StartProfileBody, service.limits)
+        arguments = {name: getattr(body, name) for name in ("steps", "after", "activities", "nvtx")}
+        return await _call(service, _replicas(service, body.replica), "start_profile", arguments)
+
+    @router.post("/stop_profile", response_model=None)
+    async def stop_profile(request: Request) -> Response:
+        body = await read_optional(request, StopProfileBody, service.limits)
+        return await _call(service, _replicas(service, body.replica), "stop_profile", {"wait": body.wait})
 
     return router
 

@@ -12,7 +12,7 @@ import attrs
 from engine.core.executors import MessageDecoder
 from engine.core.types import CacheInfo, EngineStats, HistogramCounts
 from engine.server.http.service import Service
-from engine.server.metrics.replica_report import EngineReport
+from engine.server.metrics.reports import EngineReport
 from engine.server.ray_serve.messages import ReplicaState
 from engine.server.shared.heartbeat import Fault
 

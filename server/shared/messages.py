@@ -195,7 +195,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
 # --- engine process to front end ---
 
 
-class ControlAnswer(msgspec.Struct, frozen=True, array_like=True):
+class ControlAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """The answer to a Control."""
 
     number: int
@@ -205,6 +205,17 @@ class ControlAnswer(msgspec.Struct, frozen=True, array_like=True):
     """Why the call was refused or failed, in a sentence; empty if it was not."""
     busy: bool = False
     """With `error`: whether the reason is another call in progress."""
+
+
+class RecordSpans(msgspec.Struct, frozen=True, array_like=True, tag="record"):
+    """Record spans for a trace, or write those recorded."""
+
+    replica: int
+    directory: str
+    """Of the parts of the trace."""
+    name: str
+    """Name of this front end's part."""
+    begin: bool
 
 
 class Outputs(msgspec.Struct, frozen=True, array_like=True):
@@ -226,8 +237,8 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True):
     """Set in the last message before the engine goes idle, and a few times per second while the engine is busy."""
     prompt_logprobs: list[PackedLogprobs] = []
     """Those of the outputs in `full`, in which they are left out."""
-    answers: list[ControlAnswer] = []
-    """Answers to control calls of this front end."""
+    control: list[ControlAnswer | RecordSpans] = []
+    """Answers to control calls of this front end, and what traces need of it."""
 
 
 EngineEvent = Started | EngineDown

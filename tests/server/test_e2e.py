@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import os
 import re
@@ -52,7 +53,11 @@ def start(tmp_path_factory: pytest.TempPathFactory, start_server: Callable[[Sequ
 def server(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     template = tmp_path_factory.mktemp("template") / "tools.jinja"
     template.write_text("{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE)
-    running = start("--api-workers", "2", "--parser", "hermes", "--chat-template", str(template))
+    traces = tmp_path_factory.mktemp("traces")
+    running = start(
+        *("--api-workers", "2", "--parser", "hermes", "--chat-template", str(template)),
+        *("--admin-api-key", "admin-secret", "--profile-dir", str(traces)),
+    )
     yield running
     assert running.stop() == 0
 
@@ -374,6 +379,35 @@ def test_streams_closed_by_clients_free_their_blocks(server: Any) -> None:
     metrics = server.metrics()
     assert metrics["engine_num_requests_running"] == 0
     assert metrics["engine_num_requests_waiting"] == 0
+
+
+def test_profiles_of_a_running_server_have_every_process(server: Any, client: openai.OpenAI) -> None:
+    with server.client(authorization="Bearer admin-secret") as admin:
+        assert admin.post("/stop_profile").json()["error"]["message"].startswith("no profile was started")
+        for _ in range(2):  # a second one is as whole as the first
+            started = admin.post("/start_profile", json={"steps": 5, "after": 2})
+            assert started.status_code == 200, started.text
+            again = admin.post("/start_profile")
+            assert (again.status_code, again.json()["error"]["code"]) == (409, "busy")
+            client.completions.create(model="tiny", prompt="x", max_tokens=20, extra_body={"ignore_eos": True})
+            (report,) = admin.post("/stop_profile", json={"wait": True}).json()["replicas"]
+            assert (report["replica"], report["steps"], report["cut"]) == (0, 5, [])
+            assert report["path"] == started.json()["replicas"][0]["path"]
+            front_ends = [name for name in report["processes"] if name.startswith("front end")]
+            assert len(front_ends) == 2
+            assert set(report["processes"]) == {*front_ends, "engine", "rank 0"}
+            events = json.loads(gzip.decompress(Path(report["path"]).read_bytes()))["traceEvents"]
+            names = {event["name"] for event in events}
+            assert {"outputs", "schedule", "decode 1"} <= names
+            assert any(name.startswith("aten::") for name in names)
+            assert any(name.startswith("request cmpl-") for name in names)
+        admin.post("/start_profile")
+        client.completions.create(model="tiny", prompt="x", max_tokens=3)
+        stopped = admin.post("/stop_profile").json()["replicas"][0]
+        assert 0 < stopped["steps"] < 10
+        refused = admin.post("/start_profile", json={"steps": 10_000})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "refused")
+        assert "at most 200" in refused.json()["error"]["message"]
 
 
 def test_a_killed_engine_process_ends_streams_with_an_error(start: Start, alive: Callable[[int], bool]) -> None:

@@ -19,7 +19,8 @@ from engine.core.runner.memory_history import MemoryHistory
 
 def make_control(device: DeviceInfo) -> Control:
     state: Any = SimpleNamespace(persistent_batch=SimpleNamespace(sequences=lambda: (4, 9)))
-    return Control(Rank(rank=1, ranks=2, device=device, state=state, memory=MemoryHistory(device)))
+    trace: Any = None
+    return Control(Rank(rank=1, ranks=2, device=device, state=state, memory=MemoryHistory(device), trace=trace))
 
 
 CPU = make_control(DeviceInfo(type="cpu"))

@@ -12,7 +12,7 @@ from engine.core.histogram import RESIDENCY_BOUNDS
 from engine.core.types import CacheStats, EngineStats, HistogramCounts
 from engine.server.http.prometheus import PrometheusExporter
 from engine.server.metrics.cache_metrics import CACHE_METRICS
-from engine.server.metrics.replica_report import EngineReport
+from engine.server.metrics.reports import EngineReport
 from engine.server.shared.metrics_table import FrontEndMetrics, MetricsTable
 
 

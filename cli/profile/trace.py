@@ -1,0 +1,124 @@
+"""`engine profile trace`: what every process does and when, as one Chrome trace, of a server or of an offline load."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine.cli.errors import ServerError
+from engine.cli.options import ADMIN_KEY_VARIABLE, DEMO_MODEL, KEY_VARIABLE, OFFLINE, configured
+from engine.core.config import Resolved
+from engine.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.core.timeline import Report
+
+TIMEOUT = 600.0
+"""Seconds in which the server must have recorded the steps and written the trace."""
+
+
+@configured(without=OFFLINE)
+def trace(
+    *,
+    url: Annotated[str, typer.Option(help="A running server; without it, an offline load is recorded.")] = "",
+    admin_api_key: Annotated[
+        str, typer.Option(help=f"With --url: its admin key; better give it in {ADMIN_KEY_VARIABLE}.")
+    ] = "",
+    replica: Annotated[int, typer.Option(help="With --url: the replica to record.", min=0)] = 0,
+    steps: Annotated[int, typer.Option(help="Steps to record.", min=1)] = 20,
+    after: Annotated[int, typer.Option(help="Steps to wait before.", min=0)] = 8,
+    batch: Annotated[int, typer.Option(help="Without --url: concurrent requests of the load.", min=1)] = 8,
+    input_len: Annotated[int, typer.Option(help="Without --url: prompt tokens per request.", min=1)] = 128,
+    output: Annotated[Path, typer.Option(help="Without --url: file of the trace.")] = Path("profile.trace.json.gz"),
+    kernels_only: Annotated[bool, typer.Option("--kernels-only", help="Leave out PyTorch's operators.")] = False,
+    nvtx: Annotated[bool, typer.Option("--nvtx", help="Mark steps and phases with NVTX ranges too.")] = False,
+    resolved: Resolved,
+) -> None:
+    """Record some steps of all processes into one trace for Perfetto or chrome://tracing."""
+    activities = ["cuda"] if kernels_only else ["cpu", "cuda"]
+    if url:
+        _check_remote(resolved)
+        asked = {"steps": steps, "after": after, "activities": activities, "nvtx": nvtx, "replica": replica}
+        key = admin_api_key or os.environ.get(ADMIN_KEY_VARIABLE, "").partition(",")[0].strip()
+        _post(url, key, "/start_profile", asked)
+        answer = _post(url, key, "/stop_profile", {"wait": True, "replica": replica})
+        _say(answer["replicas"][0])
+        return
+    from engine.core.timeline import TraceOptions
+
+    options = TraceOptions(
+        path=str(output), steps=steps, after=after, activities=tuple(activities), nvtx=nvtx, max_steps=max(steps, 1)
+    )
+    _say(_plain(record_offline(resolved, options, batch, input_len)))
+
+
+def record_offline(resolved: Resolved, options: Any, batch: int, input_len: int) -> Report:
+    """Record a load of `batch` requests that decode long enough."""
+    from engine.cli.bench.load import Load
+    from engine.core import Engine
+
+    with Engine(config=resolved.config) as engine:
+        budget = engine.config.scheduler.max_batch_tokens
+        prefills = -(-batch * input_len // max(budget - batch, 1))
+        load = Load(name="", lengths=((input_len, options.steps + options.after + prefills + 2),) * batch)
+        for request in load.requests(engine.vocab_size, "profile-"):
+            engine.add(request)
+        engine.start_trace(options)
+        while engine.has_work:
+            engine.step()
+        engine.stop_trace()
+        report = engine.trace_report(wait=True)
+        assert report is not None
+        return report
+
+
+def _plain(report: Report) -> dict[str, Any]:
+    import msgspec
+
+    made: dict[str, Any] = msgspec.to_builtins(report)
+    return made
+
+
+def _check_remote(resolved: Resolved) -> None:
+    """Raise ConfigError for a setting of the engine, which runs already."""
+    for key, origin in resolved.origins.items():
+        if origin not in ("default", DEMO_MODEL, KEY_VARIABLE, ADMIN_KEY_VARIABLE):
+            raise ConfigError(f"{key} (by {origin}) is a setting of the server, which runs already; leave it out")
+
+
+def _post(url: str, key: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The server's answer. Raises ServerError with the server's own sentence."""
+    request = urllib.request.Request(
+        url.rstrip("/").removesuffix("/v1") + path,
+        json.dumps(body).encode(),
+        {"content-type": "application/json", "authorization": f"Bearer {key}"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+            answer: dict[str, Any] = json.load(response)
+            return answer
+    except urllib.error.HTTPError as error:
+        try:
+            sentence = json.load(error)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            sentence = f"status {error.code}"
+        raise ServerError(f"{path} of {url}: {sentence}") from error
+    except OSError as error:
+        raise ServerError(f"no answer from {url}: {error}") from error
+
+
+def _say(report: dict[str, Any]) -> None:
+    """Print what was recorded."""
+    typer.echo(
+        f"{report['steps']} steps of {len(report['processes'])} processes ({', '.join(report['processes'])}): "
+        f"{report['events']} events, clocks agree within {report['clock_error_us']:.1f} us"
+    )
+    for sentence in report["cut"]:
+        typer.echo(f"left out: {sentence}")
+    typer.echo(f"{report['path']} ({report['bytes'] / 2**20:.1f} MiB); open it at https://ui.perfetto.dev")
