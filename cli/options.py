@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import attrs
 import typer
 
+from engine.cli.otel_variables import tracing_defaults
 from engine.core.config import (
     EngineConfig,
     Resolved,
@@ -115,6 +116,8 @@ def configured(*, without: Collection[str] = (), before: str = "") -> Callable[[
         defaults: dict[str, tuple[object, str]] = {"model.path": (demo_model(), DEMO_MODEL)}
         if keys := os.environ.get(KEY_VARIABLE, ""):
             defaults["server.api_key"] = ([key.strip() for key in keys.split(",")], KEY_VARIABLE)
+        if "server" not in without:
+            defaults |= tracing_defaults(os.environ)
         return load_config(files[0], overrides, defaults)
 
     return lambda command: _with_options(command, "resolved", parameters, resolve, before)

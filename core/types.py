@@ -326,7 +326,10 @@ class StepResult:
 
 @frozen(kw_only=True)
 class RequestTimes:
-    """When a request arrived, was first scheduled, got its first token and finished: time.monotonic(), seconds."""
+    """When a request arrived, was first scheduled, got its first token and finished: time.monotonic(), seconds.
+
+    `finished` is the time of the first token while the request goes on.
+    """
 
     arrival: float
     scheduled: float
@@ -356,7 +359,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     parameter: str | None = None
     """With `refused`: the field of SamplingParams or Request at fault, if there is one."""
     times: RequestTimes | None = None
-    """With the last output only."""
+    """With the first and the last output only."""
 
 
 @frozen(kw_only=True)

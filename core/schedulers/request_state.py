@@ -206,7 +206,8 @@ class RequestState:
             full_blocks = (self.prompt_len + len(self.output) - 1) // self._block_size
             self.next_check_len = min(self.max_output, (full_blocks + 1) * self._block_size + 1 - self.prompt_len)
         self.preemptions_for_waiting = 0
-        if self.first_token_at is None:
+        is_first = self.first_token_at is None
+        if is_first:
             self.first_token_at = now
         return Output(
             request=self.id,
@@ -217,7 +218,7 @@ class RequestState:
             stop_token=kept[-1] if reason == FINISH_STOP else None,
             cached_tokens=self.cached_tokens,
             error=self._not_finite() if reason == FINISH_ERROR else None,
-            times=self._times(now) if reason else None,
+            times=self._times(now) if reason or is_first else None,
         )
 
     def _until_stop(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:

@@ -27,6 +27,8 @@ from engine.server.front_end import access_log
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.errors import ApiError
 from engine.server.front_end.receiver import ConnectionReceiver, connection_capacity
+from engine.server.front_end.request_trace import Tracer
+from engine.server.front_end.trace_exporter import open_exporter
 from engine.server.http.app import make_app
 from engine.server.http.service import Service
 from engine.server.shared.descriptors import descriptor_limit
@@ -51,6 +53,9 @@ from engine.server.shared.tls import tls_context
 
 ERROR_EVENT_TIMEOUT = 2.0
 """Seconds in which streams that ran out of time must send their error events."""
+
+FLUSH_TIMEOUT = 2.0
+"""Seconds in which the last traces must be sent; a collector that is down must not delay the end."""
 
 log = logging.getLogger(__name__)
 
@@ -105,14 +110,32 @@ class _FrontEnd:
         try:
             started = await self._wait_for_engines()
             if started is not None:
-                service = Service(self._config, self._client, tokenizer, started, self._launch.created, parser)
-                await self._serve(service, plugins)
+                with self._tracer() as tracer:
+                    service = Service(
+                        self._config, self._client, tokenizer, started, self._launch.created, parser, tracer
+                    )
+                    await self._serve(service, plugins)
         except ConfigError as error:
             self._supervisor.send(Failed(str(error)))
             return 1
         finally:
             self._client.close()
         return 0
+
+    @contextmanager
+    def _tracer(self) -> Generator[Tracer | None, None, None]:
+        """Begins the traces of requests; None: they are not traced. Traces are sent at the end of the block.
+
+        Raises ConfigError.
+        """
+        if not self._config.server.otlp_endpoint:
+            yield None
+            return
+        exporter = open_exporter(self._config.server, self._launch.name, self._client.metrics.count_lost_traces)
+        try:
+            yield Tracer(self._config.server.trace_sample, exporter.put)
+        finally:
+            exporter.close(FLUSH_TIMEOUT)
 
     def _load(self, open_tokenizer: OpenTokenizer) -> tuple[Tokenizer, Parser[Any], Plugins]:
         """The tokenizer, the output parser for its templates, and the plugins. Raises EngineError."""

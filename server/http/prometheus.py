@@ -88,6 +88,9 @@ class PrometheusExporter(Collector):
         for drop_reason, count in sorted(metrics.dropped.items()):
             dropped.add_metric([drop_reason], count)
         yield dropped
+        yield CounterMetricFamily(
+            "engine_traces_lost", "Requests whose traces could not be sent.", value=metrics.lost_traces
+        )
         finished = CounterMetricFamily(
             "engine_requests_finished", "Finished requests by finish reason.", labels=["finish_reason"]
         )

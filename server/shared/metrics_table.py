@@ -32,7 +32,7 @@ DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 
 HEARTBEAT_INTERVAL = 0.5
 """Seconds between two heartbeats of a front end."""
-OPEN_REQUESTS, CLOSED_CONNECTIONS, CONNECTIONS, HEARTBEATS, NUM_SINGLE = range(5)
+OPEN_REQUESTS, CLOSED_CONNECTIONS, CONNECTIONS, HEARTBEATS, LOST_TRACES, NUM_SINGLE = range(6)
 """Cells of a row that hold one number, and their number."""
 
 
@@ -133,6 +133,15 @@ class FrontEndMetrics:
     def beat(self) -> None:
         """Record that the event loop runs."""
         self._cells[HEARTBEATS] += 1
+
+    @property
+    def lost_traces(self) -> int:
+        """Number of requests whose traces could not be sent."""
+        return int(self._cells[LOST_TRACES])
+
+    def count_lost_traces(self, count: int) -> None:
+        """Count requests whose traces could not be sent."""
+        self._cells[LOST_TRACES] += count
 
     @property
     def finished(self) -> dict[str, int]:

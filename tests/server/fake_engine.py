@@ -159,13 +159,14 @@ class FakeEngine:
             token = EOS if stopped else sequence.script[sequence.made]
         done = stopped or sequence.made + 1 == params.max_tokens
         times = None
-        if done:
-            del self._sequences[request.id]
+        first = sequence.made == 0
+        if done or first:
             now = time.monotonic()
             times = RequestTimes(
                 arrival=request.arrival, scheduled=sequence.scheduled, first_token=sequence.scheduled, finished=now
             )
-        first = sequence.made == 0
+        if done:
+            del self._sequences[request.id]
         sequence.made += 1
         return Output(
             request=request.id,

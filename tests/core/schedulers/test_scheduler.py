@@ -68,16 +68,18 @@ def test_next_step_names_the_finished_sequence() -> None:
     assert plan(scheduler).finished == (1,)
 
 
-def test_times_are_in_the_last_output() -> None:
+def test_times_are_in_the_first_and_the_last_output() -> None:
     scheduler = make_scheduler()
-    scheduler.add(request("a", max_tokens=2, arrival=1.0))
+    scheduler.add(request("a", max_tokens=3, arrival=1.0))
     step = plan(scheduler, 2.0)
-    (output,) = commit(scheduler, step, now=3.0)
-    assert output.times is None
-    (output,) = commit(scheduler, plan(scheduler, 4.0), now=5.0)
-    assert output.times is not None
-    times = output.times
-    assert (times.arrival, times.scheduled, times.first_token, times.finished) == (1.0, 2.0, 3.0, 5.0)
+    (first,) = commit(scheduler, step, now=3.0)
+    (second,) = commit(scheduler, plan(scheduler, 4.0), now=5.0)
+    (last,) = commit(scheduler, plan(scheduler, 6.0), now=7.0)
+    assert second.times is None
+    for output, finished in ((first, 3.0), (last, 7.0)):
+        times = output.times
+        assert times is not None
+        assert (times.arrival, times.scheduled, times.first_token, times.finished) == (1.0, 2.0, 3.0, finished)
 
 
 def test_add_generates_missing_seeds_and_keeps_given_ones() -> None:
