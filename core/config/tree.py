@@ -384,6 +384,12 @@ class ServerConfig:
         flag="--access-log",
         choices=("off", "line", "json"),
     )
+    log_format: str = setting(
+        "text",
+        "Form of the log entries of all processes: for people, or a JSON object per line.",
+        flag="--log-format",
+        choices=("text", "json"),
+    )
     log_level: str = setting(
         "warning", "Least severity that is logged.", flag="--log-level", choices=("debug", "info", "warning", "error")
     )

@@ -20,6 +20,7 @@ import uvicorn
 
 from engine.core.config import ModelConfig
 from engine.core.errors import ConfigError, EngineError
+from engine.core.logs import configure, front_end_process
 from engine.core.parsers import Parser
 from engine.core.plugin_host import Plugins, choose_parser, load_plugins
 from engine.core.text import Tokenizer
@@ -27,6 +28,7 @@ from engine.server.front_end import access_log
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.errors import ApiError
 from engine.server.front_end.receiver import ConnectionReceiver, connection_capacity
+from engine.server.front_end.request_ids import current_fields
 from engine.server.front_end.request_trace import Tracer
 from engine.server.front_end.trace_exporter import open_exporter
 from engine.server.http.app import make_app
@@ -71,11 +73,12 @@ def run(open_tokenizer: OpenTokenizer) -> int:
     """Run the process with the tokenizer that `open_tokenizer` returns; the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the supervisor handles them
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(format="%(asctime)s %(levelname)s server: %(message)s")
     supervisor: SupervisorLink[SupervisorToFrontEnd] = SupervisorLink(SupervisorToFrontEnd)
     launch: FrontEndLaunch = supervisor.launch(FrontEndLaunch)
-    logging.getLogger().setLevel(launch.config.server.log_level.upper())
-    access_log.configure(launch.config.server.access_log)
+    server = launch.config.server
+    process = front_end_process(launch.row)
+    configure(process, style=server.log_format, level=server.log_level, context=current_fields)
+    access_log.configure(server.access_log, structured=server.log_format == "json")
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_FrontEnd(supervisor, launch).run(open_tokenizer))
 
@@ -186,6 +189,7 @@ class _FrontEnd:
                 make_app(service, self._launch.api_keys, self._limits_table(), plugins, warn=self._launch.row == 0),
                 lifespan="off",
                 ws="none",
+                log_config=None,
                 log_level=self._config.server.log_level,
                 access_log=False,
                 timeout_graceful_shutdown=1,

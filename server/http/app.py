@@ -90,7 +90,7 @@ def make_app(
 
 def _outermost(service: Service, app: ASGIApp) -> ASGIApp:
     """The application with what sees every response."""
-    logged = RequestLog(app)
+    logged = RequestLog(app, structured=service.limits.log_format == "json")
     return logged if service.tracer is None else Tracing(logged, service.tracer)
 
 
