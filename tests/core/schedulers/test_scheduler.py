@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.core.errors import ExecutorError, InvalidRequestError
@@ -43,7 +44,7 @@ def test_request_prefills_then_decodes_until_max_tokens() -> None:
     assert (new.sequence, new.tokens, new.prompt_len) == (1, tuple(hash_tokens("a", 3)), 3)
     assert [(sequence, len(blocks)) for sequence, blocks in first.blocks] == [(1, 1)]
     (output,) = commit(scheduler, first, 11)
-    assert output == Output(request="a", tokens=(11,))
+    assert msgspec.structs.replace(output, times=None) == Output(request="a", tokens=(11,))
 
     second = plan(scheduler)
     assert work(second) == [1]

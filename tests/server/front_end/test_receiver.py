@@ -59,7 +59,7 @@ def read_until(connection: socket.socket, end: bytes) -> bytes:
 def connect_alone(server: Any) -> socket.socket:
     """The only connection of the server's."""
     connection = connect(server)
-    server.until(lambda: "\nengine_connections 1.0\n" in ask(connection, "/metrics"))
+    server.until(lambda: re.search(r"\nengine_connections(\{.*\})? 1\.0\n", ask(connection, "/metrics")) is not None)
     return connection
 
 
