@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import attrs
 import typer
 
+from engine.cli.otel_variables import tracing_defaults
 from engine.core.config import (
     EngineConfig,
     Resolved,
@@ -118,6 +119,8 @@ def configured(*, without: Collection[str] = (), before: str = "") -> Callable[[
         for variable, key in ((KEY_VARIABLE, "server.api_key"), (ADMIN_KEY_VARIABLE, "server.admin_api_key")):
             if keys := os.environ.get(variable, ""):
                 defaults[key] = ([one.strip() for one in keys.split(",")], variable)
+        if "server" not in without:
+            defaults |= tracing_defaults(os.environ)
         return load_config(files[0], overrides, defaults)
 
     return lambda command: _with_options(command, "resolved", parameters, resolve, before)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TextIO
 
 from engine.core.startup import Listener, Progress, format_progress
@@ -16,25 +18,34 @@ INTERVAL = 5.0
 TRANSFER_INTERVAL = 30.0
 """The same for a download, whose begin and end also have a line."""
 
+log = logging.getLogger(__name__)
+
 
 @contextmanager
 def show_startup(
-    stream: TextIO | None = None, *, lines: bool = True, live: bool = True, prefix: str = "starting: "
+    stream: TextIO | None = None,
+    *,
+    lines: bool = True,
+    live: bool = True,
+    prefix: str = "starting: ",
+    logged: bool = False,
 ) -> Iterator[Listener]:
     """A listener that prints the progress reported to it on `stream` (None: standard error).
 
     lines: whether to print more than downloads if `stream` is not a terminal. live: whether to update the line of a
-    terminal; False: print as if it were none.
+    terminal; False: print as if it were none. logged: log the lines instead, with level info.
     """
     stream = stream or sys.stderr
-    if live and stream.isatty():
+    if logged:
+        yield _Lines(log.info, prefix, startup=lines)
+    elif live and stream.isatty():
         terminal = _Terminal(stream, prefix)
         try:
             yield terminal
         finally:
             terminal.clear()
     else:
-        yield _Lines(stream, prefix, startup=lines)
+        yield _Lines(partial(print, file=stream, flush=True), prefix, startup=lines)
 
 
 class _Terminal:
@@ -59,8 +70,8 @@ class _Terminal:
 class _Lines:
     """Prints at most one line per interval, and the begin and end of a download."""
 
-    def __init__(self, stream: TextIO, prefix: str, *, startup: bool) -> None:
-        self._stream = stream
+    def __init__(self, write: Callable[[str], None], prefix: str, *, startup: bool) -> None:
+        self._write = write
         self._prefix = prefix
         self._startup = startup
         self._last_printed = time.monotonic()
@@ -76,4 +87,4 @@ class _Lines:
         if due or (is_download and download != self._download):
             self._last_printed = now
             self._download = download if is_download else None
-            print(f"{self._prefix}{format_progress(progress)}", file=self._stream, flush=True)
+            self._write(f"{self._prefix}{format_progress(progress)}")

@@ -329,7 +329,10 @@ class StepResult:
 
 @frozen(kw_only=True)
 class RequestTimes:
-    """When a request arrived, was first scheduled, got its first token and finished: time.monotonic(), seconds."""
+    """When a request arrived, was first scheduled, got its first token and finished: time.monotonic(), seconds.
+
+    `finished` is the time of the first token while the request goes on.
+    """
 
     arrival: float
     scheduled: float

@@ -43,9 +43,21 @@ def run(
     missing = [name for name in REQUIRED_PACKAGES if find_spec(name) is None]
     if missing:
         raise ConfigError(f"serving needs {', '.join(missing)}; install with `{install_command('server')}`")
+    if config.server.otlp_endpoint and not _is_installed("opentelemetry.proto"):
+        raise ConfigError(
+            "tracing (server.otlp_endpoint, --otlp-endpoint, OTEL_EXPORTER_OTLP_ENDPOINT) needs opentelemetry-proto; "
+            f"install it with `{install_command('otel')}`, or leave the endpoint out"
+        )
     from engine.server.supervisor import main
 
     return main.serve(config, announce=announce or _print, commands=commands or main.Commands())
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of its parent
+        return False
 
 
 def _print(text: str) -> None:

@@ -49,6 +49,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "server.profile_max_seconds": (1, 3600),
     "server.rate_limit": (0, 2**31),
     "server.concurrency_limit": (0, 2**31),
+    "server.trace_sample": (0, 1),
     "server.max_body_bytes": (1, 2**40),
     "server.max_body_values": (1, 2**31),
     "server.max_salt_chars": (0, 2**20),
@@ -125,6 +126,17 @@ def check_together(config: EngineConfig, complain: Callable[[str, str], None]) -
             complain(
                 "server.allowed_hosts", f"{host!r} is no name; write a.example.com, *.example.com or *, without a port"
             )
+    if config.server.log_format == "json" and config.server.access_log == "line":
+        complain("server.access_log", "its lines would stand between the JSON of log_format; give json")
+    endpoint = config.server.otlp_endpoint
+    if endpoint and not re.fullmatch(r"https?://[^/?#\s@]+(/[^\s#]*)?", endpoint):
+        complain("server.otlp_endpoint", f"{endpoint!r} is no address of a collector; write it as http://HOST:4318")
+    for key, what, pairs in (
+        ("server.otlp_headers", "a header", config.server.otlp_headers),
+        ("server.otlp_resource", "an attribute", config.server.otlp_resource),
+    ):
+        if not all(re.fullmatch(r"[!-~]+?=[^\r\n]*", pair) for pair in pairs):
+            complain(key, f"{what} is not of the form NAME=VALUE; write it as NAME=VALUE")
     for name in sorted(set(config.plugins.allow) & set(config.plugins.deny)):
         complain("plugins.deny", f"{name!r} is in allow and in deny; leave it in one")
 

@@ -39,6 +39,7 @@ PATHS = (
     "model.chat_template",
     "executor.kernel_cache",
     "server.api_key_file",
+    "server.otlp_certificate",
     "server.profile_dir",
     "server.ssl_certfile",
     "server.ssl_keyfile",

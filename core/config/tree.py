@@ -449,8 +449,44 @@ class ServerConfig:
         flag="--access-log",
         choices=("off", "line", "json"),
     )
+    log_format: str = setting(
+        "text",
+        "Form of the log entries of all processes: for people, or a JSON object per line.",
+        flag="--log-format",
+        choices=("text", "json"),
+    )
     log_level: str = setting(
         "warning", "Least severity that is logged.", flag="--log-level", choices=("debug", "info", "warning", "error")
+    )
+    otlp_endpoint: str = setting(
+        "",
+        "Where OpenTelemetry traces of requests are sent, by OTLP over HTTP, as http://localhost:4318; a URL without a"
+        " path gets /v1/traces. Empty: requests are not traced. Also OTEL_EXPORTER_OTLP_TRACES_ENDPOINT and"
+        " OTEL_EXPORTER_OTLP_ENDPOINT.",
+        flag="--otlp-endpoint",
+        aliases=("otlp_traces_endpoint",),
+    )
+    trace_sample: float = setting(
+        1.0,
+        "Share of the requests that are traced, 0 to 1; for a request with a traceparent its sampled flag decides. Also"
+        " OTEL_TRACES_SAMPLER_ARG, with OTEL_TRACES_SAMPLER.",
+        flag="--trace-sample",
+    )
+    otlp_headers: tuple[str, ...] = setting(
+        (),
+        "Headers of what is sent to otlp_endpoint, as NAME=VALUE: keys of the collector. Also"
+        " OTEL_EXPORTER_OTLP_TRACES_HEADERS and OTEL_EXPORTER_OTLP_HEADERS.",
+        secret=True,
+    )
+    otlp_certificate: str = setting(
+        "",
+        "PEM file of the authority that signed the certificate of otlp_endpoint; empty: those that the system trusts."
+        " Also OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE and OTEL_EXPORTER_OTLP_CERTIFICATE.",
+    )
+    otlp_resource: tuple[str, ...] = setting(
+        (),
+        "Attributes of this service in traces, as NAME=VALUE; service.name is engine unless given here. Also"
+        " OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME.",
     )
     metrics_names: str = setting(
         "engine",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import logging
 import os
 import signal
 import socket
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from engine.core.executors import Answer, encode
+from engine.core.logs import configure, worker_process
 from engine.core.shm import Ring, RingClosedError, RingWriter
 from engine.core.startup import Phases
 from engine.core.types import StepResult
@@ -42,8 +42,8 @@ def run(make: Callable[[Launch, Phases], StepRunner]) -> int:
     if launch is None:
         return 1
     rank = launch.rendezvous.rank
-    logging.basicConfig(format=f"%(asctime)s %(levelname)s worker {rank}: %(message)s")
-    logging.getLogger().setLevel(launch.config.server.log_level.upper())
+    server = launch.config.server
+    configure(worker_process(rank), style=server.log_format, level=server.log_level)
     faulthandler.register(signal.SIGUSR1, file=launch.stack, all_threads=True)
     heartbeat = HeartbeatTable(launch.heartbeats, launch.rendezvous.ranks).row(rank)
     WorkerLoop(launch, heartbeat, _RingLink(control, launch)).run(lambda phases: make(launch, phases))

@@ -22,6 +22,7 @@ import zmq
 from engine.core.config import EngineConfig, ServerConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaultError
 from engine.core.executors import MessageDecoder, encode
+from engine.core.logs import configure, engine_process
 from engine.core.types import EngineStats, Output
 from engine.server.engine_process.control_calls import answer
 from engine.server.engine_process.output_routes import OutputRoutes
@@ -79,9 +80,8 @@ def run(make_engine: Callable[[EngineConfig], Engine]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     supervisor: SupervisorLink[SupervisorToEngine] = SupervisorLink(SupervisorToEngine)
     launch: EngineLaunch = supervisor.launch(EngineLaunch)
-    name = "engine" if launch.config.server.replicas == 1 else f"engine {launch.replica}"
-    logging.basicConfig(format=f"%(asctime)s %(levelname)s {name}: %(message)s")
-    logging.getLogger().setLevel(launch.config.server.log_level.upper())
+    server = launch.config.server
+    configure(engine_process(launch.replica, server.replicas), style=server.log_format, level=server.log_level)
     context = zmq.Context()
     channel = Channel(context, Path(launch.directory) / SOCKET.format(launch.replica, launch.incarnation))
     supervisor.listen(channel.put, launch.directory)
@@ -257,7 +257,7 @@ def _make_engine(config: EngineConfig) -> Engine:
     from engine.core.engine import Engine
     from engine.core.startup_display import show_startup
 
-    with show_startup() as listener:
+    with show_startup(logged=config.server.log_format == "json") as listener:
         return Engine(config=config, on_progress=listener)
 
 

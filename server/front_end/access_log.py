@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from engine.core.logs import FIELDS, rfc3339
 from engine.server.front_end.errors import excerpt
 
 log = logging.getLogger("engine.server.access")
@@ -31,37 +32,45 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """From the request's head to the end of the response."""
     request_id: str
+    trace_id: str | None = None
+    """Of the client's trace, or of the one that tracing began."""
     key: int | None = None
     """Number of the client's API key, in the order in which the keys are configured, from 1."""
 
     def line(self) -> str:
         """The entry for people to read, with local time as in the other logs."""
-        target = self.target.replace('"', "%22")
+        now = time.time()
+        local = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
         key = "" if self.key is None else f" key {self.key}"
-        request = f'"{self.method} {target}" {self.status} {self.seconds:.3f} s {self.request_id}{key}'
-        return f"{_time(time.localtime, ' ', ',')} access: {self.client or '-'} {request}"
+        request = f"{self.request} {self.seconds:.3f} s {self.request_id}{key}"
+        return f"{local},{int(now % 1 * 1000):03} access: {self.client or '-'} {request}"
 
     def json(self) -> str:
         """The entry as a JSON object, with the time (UTC) at which the response ended."""
-        fields = msgspec.structs.asdict(self) | {"seconds": round(self.seconds, 6)}
-        return msgspec.json.encode({"time": _time(time.gmtime, "T", ".") + "Z"} | fields).decode()
+        return msgspec.json.encode({"time": rfc3339(time.time())} | self.fields()).decode()
 
+    def fields(self) -> dict[str, object]:
+        """The entry as fields of a JSON object."""
+        return msgspec.structs.asdict(self) | {"seconds": round(self.seconds, 6)}
 
-def _time(convert: Callable[[float], time.struct_time], between: str, point: str) -> str:
-    """The present time in milliseconds; between: between date and time."""
-    now = time.time()
-    return time.strftime(f"%Y-%m-%d{between}%H:%M:%S{point}", convert(now)) + f"{int(now % 1 * 1000):03}"
+    @property
+    def request(self) -> str:
+        """Method, target and status."""
+        target = self.target.replace('"', "%22")
+        return f'"{self.method} {target}" {self.status}'
 
 
 FORMATS: Mapping[str, Callable[[Access], str]] = {"line": Access.line, "json": Access.json}
 """Values of server.access_log, except off."""
 
 
-def configure(style: str) -> None:
-    """Turn the access log on; style: a value of server.access_log."""
-    log.propagate = False
+def configure(style: str, *, structured: bool = False) -> None:
+    """Turn the access log on. style: a value of server.access_log. structured: write entries as all others are, in
+    JSON.
+    """
+    log.propagate = structured
     log.setLevel(logging.INFO if style in FORMATS else logging.CRITICAL)
-    if style in FORMATS:
+    if style in FORMATS and not structured:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(_Formatter(FORMATS[style]))
         log.addHandler(handler)
@@ -74,7 +83,10 @@ def is_on() -> bool:
 
 def write(access: Access) -> None:
     """Write an entry, if the access log is on."""
-    log.info(access)
+    if log.propagate:
+        log.info("%s", access.request, extra={FIELDS: access.fields()})
+    else:
+        log.info(access)
 
 
 def target(path: bytes, query: bytes) -> str:

@@ -21,6 +21,7 @@ import uvicorn
 
 from engine.core.config import ModelConfig
 from engine.core.errors import ConfigError, EngineError
+from engine.core.logs import configure, front_end_process
 from engine.core.parsers import Parser
 from engine.core.plugin_host import Plugins, choose_parser, load_plugins
 from engine.core.text import Tokenizer
@@ -28,6 +29,9 @@ from engine.server.front_end import access_log
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.errors import ApiError
 from engine.server.front_end.receiver import ConnectionReceiver, connection_capacity
+from engine.server.front_end.request_ids import current_fields
+from engine.server.front_end.request_trace import Tracer
+from engine.server.front_end.trace_exporter import open_exporter
 from engine.server.http.app import make_app
 from engine.server.http.service import Service
 from engine.server.shared.descriptors import descriptor_limit
@@ -53,6 +57,9 @@ from engine.server.shared.tls import tls_context
 ERROR_EVENT_TIMEOUT = 2.0
 """Seconds in which streams that ran out of time must send their error events."""
 
+FLUSH_TIMEOUT = 2.0
+"""Seconds in which the last traces must be sent; a collector that is down must not delay the end."""
+
 log = logging.getLogger(__name__)
 
 OpenTokenizer = Callable[[ModelConfig], Tokenizer]
@@ -67,11 +74,12 @@ def run(open_tokenizer: OpenTokenizer) -> int:
     """Run the process with the tokenizer that `open_tokenizer` returns; the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the supervisor handles them
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(format="%(asctime)s %(levelname)s server: %(message)s")
     supervisor: SupervisorLink[SupervisorToFrontEnd] = SupervisorLink(SupervisorToFrontEnd)
     launch: FrontEndLaunch = supervisor.launch(FrontEndLaunch)
-    logging.getLogger().setLevel(launch.config.server.log_level.upper())
-    access_log.configure(launch.config.server.access_log)
+    server = launch.config.server
+    process = front_end_process(launch.row)
+    configure(process, style=server.log_format, level=server.log_level, context=current_fields)
+    access_log.configure(server.access_log, structured=server.log_format == "json")
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_FrontEnd(supervisor, launch).run(open_tokenizer))
 
@@ -107,14 +115,32 @@ class _FrontEnd:
         try:
             started = await self._wait_for_engines()
             if started is not None:
-                service = Service(self._config, self._client, tokenizer, started, self._launch.created, parser)
-                await self._serve(service, plugins)
+                with self._tracer() as tracer:
+                    service = Service(
+                        self._config, self._client, tokenizer, started, self._launch.created, parser, tracer
+                    )
+                    await self._serve(service, plugins)
         except ConfigError as error:
             self._supervisor.send(Failed(str(error)))
             return 1
         finally:
             self._client.close()
         return 0
+
+    @contextmanager
+    def _tracer(self) -> Generator[Tracer | None, None, None]:
+        """Begins the traces of requests; None: they are not traced. Traces are sent at the end of the block.
+
+        Raises ConfigError.
+        """
+        if not self._config.server.otlp_endpoint:
+            yield None
+            return
+        exporter = open_exporter(self._config.server, self._launch.name, self._client.metrics.count_lost_traces)
+        try:
+            yield Tracer(self._config.server.trace_sample, exporter.put)
+        finally:
+            exporter.close(FLUSH_TIMEOUT)
 
     def _load(self, open_tokenizer: OpenTokenizer) -> tuple[Tokenizer, Parser[Any], Plugins]:
         """The tokenizer, the output parser for its templates, and the plugins. Raises EngineError."""
@@ -165,6 +191,7 @@ class _FrontEnd:
                 make_app(service, self._launch.api_keys, self._limits_table(), plugins, warn=self._launch.row == 0),
                 lifespan="off",
                 ws="none",
+                log_config=None,
                 log_level=self._config.server.log_level,
                 access_log=False,
                 timeout_graceful_shutdown=1,

@@ -25,6 +25,7 @@ from engine.server.http.plugin_routes import plugin_routes, starlette_routes
 from engine.server.http.request_log import RequestLog
 from engine.server.http.request_timeout import RequestTimeout
 from engine.server.http.service import Service
+from engine.server.http.tracing import Tracing
 from engine.server.shared.api_keys import ApiKeys
 from engine.server.shared.limits_table import LimitsTable
 
@@ -79,18 +80,25 @@ def make_app(
 
     config = service.limits
     if not config.allowed_origins:
-        return RequestLog(app, counter)
-    return RequestLog(
+        return _outermost(service, app, counter)
+    return _outermost(
+        service,
         CORSMiddleware(
             app,
             allow_origins=config.allowed_origins,
             allow_methods=config.allowed_methods,
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,
-            expose_headers=("x-request-id", "retry-after"),
+            expose_headers=("x-request-id", "retry-after", "traceparent"),
         ),
         counter,
     )
+
+
+def _outermost(service: Service, app: ASGIApp, counter: HttpCounter) -> ASGIApp:
+    """The application with what sees every response."""
+    logged = RequestLog(app, counter, structured=service.limits.log_format == "json")
+    return logged if service.tracer is None else Tracing(logged, service.tracer)
 
 
 def _routing_error(request: Request, error: HTTPException) -> ApiError:

@@ -72,6 +72,7 @@ async def _respond(service: Service, body: CompletionBody) -> SendResponse:
         stream=bool(body.stream),
         choices_per_prompt=n,
         grammar_parameter=parameter_of_grammar(body),
+        operation="text_completion",
     ).response()
 
 

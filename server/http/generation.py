@@ -16,6 +16,7 @@ from engine.core.text import Detokenizer, Tokenizer
 from engine.core.types import FINISH_ERROR, FINISH_STOP, Output, Request
 from engine.server.front_end.engine_client import EngineClient, OutputEvent, RequestGroup
 from engine.server.front_end.errors import ApiError
+from engine.server.front_end.request_trace import GenerationTrace
 from engine.server.http.parsed_output import OutputFormat, ParsedOutput
 
 SLICE_SECONDS = 0.005
@@ -82,6 +83,8 @@ class Generation:
         """The events of a delta that is being built."""
         self._prompt_tokens = sum(len(request.prompt) for request in requests)
         self._cached_tokens = 0
+        self.trace: GenerationTrace | None = None
+        """Where times and counts are recorded; None: the request is not traced."""
 
     def __enter__(self) -> Generation:
         self._group = self._client.submit(self._requests, self._choices_per_prompt)
@@ -92,6 +95,8 @@ class Generation:
     ) -> None:
         assert self._group is not None
         self._group.__exit__(kind, error, trace)
+        if self.trace is not None:
+            self.trace.end({choice: one.num_tokens for choice, one in self._detokenizers.items()})
 
     @property
     def finished(self) -> bool:
@@ -222,6 +227,8 @@ class Generation:
     def _feed_full(self, choice: int, output: Output, delta: Delta) -> None:
         detokenizer = self._detokenizers.get(choice)
         if output.finish_reason == FINISH_ERROR:
+            if self.trace is not None:
+                self.trace.end_choice(choice, FINISH_ERROR, output.times)
             raise ApiError(
                 400 if output.refused else 500,
                 output.error or "the engine failed this request",
@@ -234,8 +241,11 @@ class Generation:
             self._detokenizers[choice] = detokenizer
             if choice not in self._parsed:
                 self._unparsed[choice] = detokenizer
-            if choice % self._choices_per_prompt == 0:
+            first = choice % self._choices_per_prompt == 0
+            if first:
                 self._cached_tokens += output.cached_tokens
+            if self.trace is not None:
+                self.trace.begin_choice(choice, output.times, output.cached_tokens, first)
         piece = detokenizer.feed(output)
         delta.text += piece.text
         delta.offsets += piece.offsets
@@ -246,6 +256,8 @@ class Generation:
         delta.finish_reason, delta.stop_string = piece.finish_reason, piece.stop_string
         if output.finish_reason is not None:
             self.running.discard(choice)
+            if self.trace is not None:
+                self.trace.end_choice(choice, piece.finish_reason or output.finish_reason, output.times)
         elif piece.finish_reason is not None:
             self._stop(choice)
         if (parsed := self._parsed.get(choice)) is not None:
@@ -269,6 +281,8 @@ class Generation:
         assert self._group is not None
         self.running.discard(choice)
         self._group.abort(choice, FINISH_STOP, self._detokenizers[choice].num_tokens)
+        if self.trace is not None:
+            self.trace.end_choice(choice, FINISH_STOP)
         return FINISH_STOP
 
 

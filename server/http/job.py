@@ -7,10 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
 from engine.core.protocols import AnswerWriter
 from engine.core.types import Request
+from engine.server.front_end.request_trace import TRACE, GenerationTrace, RequestTrace
 from engine.server.http.generation import SLICE_SECONDS, EventStream, Generation
 from engine.server.http.parsed_output import OutputFormat
 from engine.server.http.request_timeout import enforce_deadline
@@ -49,11 +50,12 @@ class Job:
         choices_per_prompt: int = 1,
         output_format: OutputFormat | None = None,
         grammar_parameter: str | None = None,
+        operation: str = "chat",
     ) -> None:
         """name: id of the response. requests: one per prompt, in order. headers: further ones of the response.
 
         output_format: None if nothing is parsed. grammar_parameter: the parameter that asks for the requests' grammar,
-        for refusals.
+        for refusals. operation: what is done, as traces name it.
         """
         self._service = service
         self._name = name
@@ -64,22 +66,43 @@ class Job:
         self._choices_per_prompt = choices_per_prompt
         self._output_format = output_format
         self._grammar_parameter = grammar_parameter
+        self._operation = operation
 
     def response(self) -> SendResponse:
         """Sends the HTTP response; generation begins when the response is sent."""
         headers = {"x-request-id": self._name, **self._headers}
-        if not self._stream:
-            return answer(self._whole, headers)
         generation = self._generation()
-        writer = self._writer
-        build_events = partial(writer.events, usage=lambda: generation.usage)
-        events = EventStream(generation, writer.templates(), build_events, writer.end)
-        return stream(events, headers, end=writer.stream_end, error_event=writer.error_event)
+        if self._stream:
+            writer = self._writer
+            build_events = partial(writer.events, usage=lambda: generation.usage)
+            events = EventStream(generation, writer.templates(), build_events, writer.end)
+            send_response = stream(events, headers, end=writer.stream_end, error_event=writer.error_event)
+        else:
+            send_response = answer(partial(self._whole, generation), headers)
+        return self._traced(generation, send_response) if self._service.tracer is not None else send_response
 
-    async def _whole(self, scope: Scope) -> list[bytes]:
+    def _traced(self, generation: Generation, send_response: SendResponse) -> SendResponse:
+        """As `send_response`, with the generation recorded in the request's trace."""
+
+        async def traced(scope: Scope, receive: Receive, send: Send) -> None:
+            trace: RequestTrace | None = scope["state"].get(TRACE)
+            if trace is not None:
+                trace.generation = generation.trace = GenerationTrace.of(
+                    self._operation,
+                    self._service.name,
+                    self._name,
+                    self._requests,
+                    self._choices_per_prompt,
+                    self._stream,
+                )
+            await send_response(scope, receive, send)
+
+        return traced
+
+    async def _whole(self, generation: Generation, scope: Scope) -> list[bytes]:
         """The body of a response that is not streamed, in pieces."""
         turn = Turn()
-        with self._generation() as generation, enforce_deadline(scope, generation):
+        with generation, enforce_deadline(scope, generation):
             while generation.running:
                 for delta in await generation.next():
                     for _ in self._writer.add(delta):

@@ -8,6 +8,9 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.front_end import access_log
+from engine.server.front_end.request_ids import RequestIds, current
+from engine.server.front_end.request_trace import TRACE, RequestTrace
+from engine.server.front_end.trace_context import context_of
 from engine.server.http.http_counter import HttpCounter
 
 REQUEST_ID = b"x-request-id"
@@ -18,28 +21,34 @@ _USABLE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 class RequestLog:
     """Middleware around the whole application; it sees every response."""
 
-    def __init__(self, app: ASGIApp, counter: HttpCounter) -> None:
+    def __init__(self, app: ASGIApp, counter: HttpCounter, *, structured: bool = False) -> None:
+        """structured: whether the log entries of a request have its IDs, as those in JSON do."""
         self._app = app
         self._counter = counter
         self._log = access_log.is_on()
+        self._structured = structured
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; the ID is the client's, else that of the completion, else a new one."""
         start = time.monotonic()
         given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
-        request_id = given if _USABLE_ID.fullmatch(given) else b""
+        ids = RequestIds(given if _USABLE_ID.fullmatch(given) else b"")
+        if self._log or self._structured:
+            ids.trace_id = _trace_id(scope)
+        if self._structured:
+            current.set(ids)  # the task ends with the request
         status = access_log.CLIENT_LEFT
 
         async def send_message(message: Message) -> None:
-            nonlocal request_id, status
+            nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = message["headers"]
-                if not request_id:
+                if not ids.request_id:
                     own = (value for name, value in headers if name == REQUEST_ID)
-                    request_id = next(own, b"") or access_log.new_request_id()
+                    ids.request_id = next(own, b"") or access_log.new_request_id()
                 others = [header for header in headers if header[0] != REQUEST_ID]
-                message = {**message, "headers": [*others, (REQUEST_ID, request_id)]}
+                message = {**message, "headers": [*others, (REQUEST_ID, ids.request_id)]}
             await send(message)
 
         try:
@@ -56,7 +65,15 @@ class RequestLog:
                         target=access_log.target(scope["raw_path"], scope["query_string"]),
                         status=status,
                         seconds=seconds,
-                        request_id=(request_id or access_log.new_request_id()).decode(),
+                        request_id=(ids.request_id or access_log.new_request_id()).decode(),
+                        trace_id=ids.trace_id or None,
                         key=scope["state"].get("key"),
                     )
                 )
+
+
+def _trace_id(scope: Scope) -> str:
+    """The ID of the trace that the request belongs to; empty if there is none."""
+    trace: RequestTrace | None = scope["state"].get(TRACE)
+    context = trace.context if trace is not None else context_of(scope["headers"])
+    return context.trace_id if context is not None else ""

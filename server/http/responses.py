@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from starlette.responses import Response
@@ -12,7 +13,8 @@ from starlette.types import Receive, Scope, Send
 from engine.core.protocols import DONE, error_event
 from engine.server.front_end.connections import Connection
 from engine.server.front_end.errors import ApiError
-from engine.server.http.errors import error_response
+from engine.server.front_end.request_trace import TRACE, RequestTrace
+from engine.server.http.errors import error_response, record_error
 from engine.server.http.generation import EventStream
 from engine.server.http.request_timeout import enforce_deadline
 
@@ -48,6 +50,9 @@ def prepared(prepare: Callable[[], Awaitable[SendResponse]]) -> CancellableRespo
     """A response that is made by `prepare`, which is cancelled as well when the client disconnects."""
 
     async def send_response(scope: Scope, receive: Receive, send: Send) -> None:
+        trace: RequestTrace | None = scope["state"].get(TRACE)
+        if trace is not None:
+            trace.preparing = time.monotonic()
         respond = await prepare()
         await respond(scope, receive, send)
 
@@ -101,12 +106,15 @@ def stream(
             if not started:
                 await error_response(error, scope)(scope, receive, send)
                 return
+            record_error(error, scope)
             last = _built(error_event, error)
         except Exception:
             if not started:
                 raise
             log.exception("a stream failed")
-            last = _built(error_event, ApiError(500, "internal server error; see the server's log"))
+            failure = ApiError(500, "internal server error; see the server's log")
+            record_error(failure, scope)
+            last = _built(error_event, failure)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     return send_response

@@ -20,6 +20,7 @@ from engine.core.tokens import Tokens
 from engine.core.types import Request, SamplingParams
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.errors import ApiError, excerpt
+from engine.server.front_end.request_trace import Tracer
 from engine.server.http.call_arguments import with_arguments
 from engine.server.http.errors import ErrorBody, invalid
 from engine.server.http.messages import Message, template_message
@@ -65,11 +66,13 @@ class Service:
         started: Started,
         created: int,
         parser: Parser[Any] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """started: one replica's message. created: start of the server, time.time().
 
-        parser: None: outputs are not parsed.
+        parser: None: outputs are not parsed. tracer: None: requests are not traced.
         """
+        self.tracer = tracer
         self.parser = parser
         self.parser_tokens = _special_tokens(tokenizer, parser.special_tokens) if parser is not None else frozenset()
         """Special tokens that stay in the text, for the parser."""

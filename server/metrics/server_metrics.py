@@ -39,6 +39,12 @@ SERVER_METRICS: tuple[Metric[ServerReport], ...] = (
         read=lambda server: by_label(server.counts.dropped.items()),
     ),
     Metric(
+        name="traces_lost",
+        kind="counter",
+        help="Requests whose traces could not be sent.",
+        read=lambda server: [((), server.counts.lost_traces)],
+    ),
+    Metric(
         name="admission_rejections",
         kind="counter",
         help="Requests declined for the time being, by the code of the error.",

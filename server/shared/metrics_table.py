@@ -29,7 +29,7 @@ REJECTIONS: tuple[Rejection, ...] = get_args(Rejection)
 
 HEARTBEAT_INTERVAL = 0.5
 """Seconds between two heartbeats of a front end."""
-CLOSED_CONNECTIONS, CONNECTIONS, HEARTBEATS, PID, NUM_SINGLE = range(5)
+CLOSED_CONNECTIONS, CONNECTIONS, HEARTBEATS, PID, LOST_TRACES, NUM_SINGLE = range(6)
 """Cells of a row that hold one number, and their number."""
 
 
@@ -116,6 +116,15 @@ class FrontEndMetrics:
     def beat(self) -> None:
         """Record that the event loop runs."""
         self._cells[HEARTBEATS] += 1
+
+    @property
+    def lost_traces(self) -> int:
+        """Number of requests whose traces could not be sent."""
+        return int(self._cells[LOST_TRACES])
+
+    def count_lost_traces(self, count: int) -> None:
+        """Count requests whose traces could not be sent."""
+        self._cells[LOST_TRACES] += count
 
     def abort_open_requests(self) -> None:
         """Count the open requests as aborted, and clear the gauges; for the row of a front end that has exited."""

@@ -14,6 +14,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from attrs import frozen
 
 from engine.core.config import EngineConfig, ServerConfig, is_hub_name
 from engine.core.hub import locate
+from engine.core.logs import configure, supervisor_process
+from engine.core.startup import Listener
 from engine.core.startup_display import show_startup
 from engine.server.shared.descriptors import raise_descriptor_limit
 from engine.server.shared.messages import METRICS_FILE
@@ -58,9 +61,8 @@ def serve(config: EngineConfig, *, announce: Callable[[str], None], commands: Co
     announce: called with the summary when the server is ready.
     Raises EngineError with the failing process's error, or why a model is not downloaded, when the server cannot start.
     """
-    logging.basicConfig(format="%(asctime)s %(levelname)s server: %(message)s")
+    configure(supervisor_process(), style=config.server.log_format, level=config.server.log_level)
     raise_descriptor_limit()
-    logging.getLogger().setLevel(config.server.log_level.upper())
     config = _located(config)
     replicas = replica_configs(config, count_gpus, finds_devices)
     become_subreaper()
@@ -72,8 +74,12 @@ def _located(config: EngineConfig) -> EngineConfig:
     if not any(map(is_hub_name, (config.model.path, config.model.tokenizer))):
         return attrs.evolve(config, model=locate(config.model))
     # Bound for a moment, so that an address in use is reported before a long download.
-    with listener.bound(config.server), show_startup(prefix="") as on_progress:
+    with listener.bound(config.server), _show_download(config.server) as on_progress:
         return attrs.evolve(config, model=locate(config.model, on_progress))
+
+
+def _show_download(config: ServerConfig) -> AbstractContextManager[Listener]:
+    return show_startup(prefix="", logged=config.log_format == "json")
 
 
 class _Server:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,13 @@ class RunningServer:
 
     @contextlib.contextmanager
     def asked(
-        self, body: Any, tls: ssl.SSLContext | None = None, *, path: str = "completions", until: bytes = b""
+        self,
+        body: Any,
+        tls: ssl.SSLContext | None = None,
+        *,
+        path: str = "completions",
+        until: bytes = b"",
+        headers: Mapping[str, str] = {},
     ) -> Iterator[None]:
         """An answer asked for on a connection that closes at the end, whatever has come. until: wait for this text."""
         host, _, port = self.url.partition("://")[2].rpartition(":")
@@ -71,8 +77,9 @@ class RunningServer:
             connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
             if tls is not None:
                 connection = stack.enter_context(tls.wrap_socket(connection, server_hostname=host))
-            head = f"POST /v1/{path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n\r\n"
-            connection.sendall(head.encode() + data)
+            head = f"POST /v1/{path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n"
+            head += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+            connection.sendall(head.encode() + b"\r\n" + data)
             came = b""
             while until not in came:
                 more = connection.recv(2**16)

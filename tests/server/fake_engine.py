@@ -168,7 +168,8 @@ class FakeEngine:
             times = RequestTimes(
                 arrival=request.arrival, scheduled=sequence.scheduled, first_token=sequence.scheduled, finished=now
             )
-        first = sequence.made == 0
+        if done:
+            del self._sequences[request.id]
         sequence.made += 1
         return Output(
             request=request.id,

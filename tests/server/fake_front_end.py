@@ -42,6 +42,8 @@ class ByteTokenizer:
         return cls("<assistant>")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if text == "break the tokenizer":
+            raise RuntimeError("the tokenizer broke")
         return list(text.encode())
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -81,7 +83,17 @@ def test_the_access_log_as_json_counts_clients_that_left(serve_fake: Serve, gate
             time.sleep(0.2)
         server.until(lambda: "/v1/completions" in server.errors)
         (entry,) = (line for line in map(json.loads, server.errors.splitlines()) if line["method"] == "POST")
-        assert set(entry) == {"time", "client", "method", "target", "status", "seconds", "request_id", "key"}
+        assert set(entry) == {
+            "time",
+            "client",
+            "method",
+            "target",
+            "status",
+            "seconds",
+            "request_id",
+            "trace_id",
+            "key",
+        }
         assert (entry["target"], entry["status"]) == ("/v1/completions", 499)
         assert 0.2 < entry["seconds"] < time.monotonic() - before
 
@@ -99,3 +111,29 @@ def test_the_log_level_decides_what_is_logged(serve_fake: Serve, gate: Any, leve
             list(lines)
         assert server.process.wait(30) == 0
         assert ("shutting down: waiting" in server.errors) is logged
+
+
+def test_json_logs_of_all_processes_share_the_ids_of_a_request(serve_fake: Serve) -> None:
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01", "x-request-id": "mine"}
+    with serve_fake(log_format="json", access_log="json", log_level="info") as server:
+        with server.client() as http:
+            http.post("/v1/completions", json=COMPLETION, headers=headers)
+            failed = http.post("/v1/completions", json=COMPLETION | {"prompt": "break the tokenizer"})
+        httpx.get(f"{server.url}/health", timeout=30)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        server.until(lambda: "was killed by SIGKILL" in server.errors)
+        server.stop()
+        entries = [json.loads(line) for line in server.errors.splitlines()]
+    for entry in entries:
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", entry["time"])
+        assert {"level", "process", "pid", "logger", "message"} <= entry.keys()
+    answered, broken, health = (entry for entry in entries if entry["logger"] == "engine.server.access")
+    assert (answered["message"], answered["status"]) == ('"POST /v1/completions" 200', 200)
+    assert (answered["request_id"], answered["trace_id"], answered["process"]) == ("mine", trace, "front end")
+    assert (health["target"], health["trace_id"]) == ("/health", None)
+    (error,) = (entry for entry in entries if "exception" in entry)
+    assert error["request_id"] == broken["request_id"] == failed.headers["x-request-id"]
+    assert error["exception"].endswith("RuntimeError: the tokenizer broke")
+    (down,) = (entry for entry in entries if entry["process"] == "supervisor" and entry["level"] == "error")
+    assert "was killed by SIGKILL" in down["message"]
