@@ -17,6 +17,7 @@ from attrs import evolve, field, frozen
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars.grammar import Grammar
+from engine.core.profiling.cost import ModelCost
 from engine.core.tokens import Tokens
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -408,6 +409,8 @@ class CacheInfo:
     """Of the states of all running sequences."""
     blocks_per_context: int = 0
     """Maximum blocks of one context of full length."""
+    cost: ModelCost | None = None
+    """What steps cost on rank 0, condensed; None: the executor does not say."""
     phases: tuple[tuple[str, float], ...] = ()
     """(start-up phase, seconds): from an executor the phases of its `start`, from an engine all phases."""
 
