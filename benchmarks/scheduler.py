@@ -26,6 +26,7 @@ from attrs import Factory, define
 from engine.cli.bench.report import Row, report, write
 from engine.core.device import find_device
 from engine.core.plugin_host import load_plugins
+from engine.core.profiling import ModelCost, ModuleCost, Peaks, StepMeter
 from engine.core.schedulers import BlockManager, Scheduler, SchedulingPolicy
 from engine.core.types import Request, SamplingParams, Step, StepResult
 
@@ -57,7 +58,9 @@ class Loop:
         max_len: int,
         prefix_caching: bool,
         blocks: int | None = None,
+        meter: StepMeter | None = None,
     ) -> None:
+        self.meter = meter
         blocks = blocks or 2 * max_running * max_len // BLOCK_SIZE
         self.scheduler = Scheduler(
             policy,
@@ -66,6 +69,7 @@ class Loop:
             max_running=max_running,
             max_len=max_len,
             eos_tokens=frozenset({0}),
+            meter=meter,
         )
         self.in_flight: deque[tuple[Step, StepResult]] = deque()
 
@@ -86,6 +90,8 @@ class Loop:
         if step is None or len(self.in_flight) > 1:
             earlier, result = self.in_flight.popleft()
             begin = time.perf_counter()
+            if self.meter is not None:
+                self.meter.finish()
             self.scheduler.commit(earlier, result, begin)
             times.commit.append(time.perf_counter() - begin)
             times.tokens += len(result.tokens) * len(result.tokens[0])
@@ -97,9 +103,29 @@ def answer(step: Step) -> StepResult:
     return StepResult(step=step.id, tokens=(row,) * step.iterations)
 
 
-def steady(policy: SchedulingPolicy[Any], running: int, repeat: int, *, prefix_caching: bool) -> list[Times]:
+def make_meter() -> StepMeter:
+    """A meter of a model with experts and a window, on a device with known peaks."""
+    modules = (
+        ModuleCost(name="linear", kind="linear", weight_bytes=10**9, flops_per_row=1e9),
+        ModuleCost(name="experts", kind="experts", num_experts=128, top_k=8, expert_bytes=10**9, flops_per_row=1e9),
+        ModuleCost(name="head", kind="lm_head", rows="sampled", weight_bytes=10**8, flops_per_row=1e8),
+        ModuleCost(name="full", kind="attention", flops_per_pair=10**4, kv_bytes_per_token=1000),
+        ModuleCost(name="window", kind="attention", window=1024, flops_per_pair=10**4, kv_bytes_per_token=1000),
+    )
+    return StepMeter(ModelCost(modules=modules), Peaks(bandwidth=1e12, flops=1e15))
+
+
+def steady(
+    policy: SchedulingPolicy[Any], running: int, repeat: int, *, prefix_caching: bool, roofline: bool
+) -> list[Times]:
     max_tokens = (repeat + 3) * WINDOW * MAX_STEPS
-    loop = Loop(policy, max_running=running, max_len=128 + max_tokens, prefix_caching=prefix_caching)
+    loop = Loop(
+        policy,
+        max_running=running,
+        max_len=128 + max_tokens,
+        prefix_caching=prefix_caching,
+        meter=make_meter() if roofline else None,
+    )
     for number in range(running):
         loop.add(str(number), 64 + number % BLOCK_SIZE, max_tokens)
     windows = []
@@ -110,11 +136,12 @@ def steady(policy: SchedulingPolicy[Any], running: int, repeat: int, *, prefix_c
     return windows[1:]  # the first window includes prefill
 
 
-def churn(policy: SchedulingPolicy[Any], repeat: int, *, prefix_caching: bool) -> list[Times]:
+def churn(policy: SchedulingPolicy[Any], repeat: int, *, prefix_caching: bool, roofline: bool) -> list[Times]:
     rounds = []
     for _ in range(repeat):
         rounds.append(Times())
-        loop = Loop(policy, max_running=256, max_len=1024, prefix_caching=prefix_caching)
+        meter = make_meter() if roofline else None
+        loop = Loop(policy, max_running=256, max_len=1024, prefix_caching=prefix_caching, meter=meter)
         for number in range(1000):
             loop.add(str(number), 512, 256)
         while loop.scheduler.has_work or loop.in_flight:
@@ -217,12 +244,13 @@ def rows_of(name: str, repeats: Sequence[Times]) -> list[Row]:
     return rows
 
 
-def throughput_rows(policy: SchedulingPolicy[Any], repeat: int, *, prefix_caching: bool) -> list[Row]:
+def throughput_rows(policy: SchedulingPolicy[Any], repeat: int, *, prefix_caching: bool, roofline: bool) -> list[Row]:
     """Rows of steady decode and of churn."""
     rows = []
     for running in (1, 64, 256):
-        rows += rows_of(f"decode, {running} running", steady(policy, running, repeat, prefix_caching=prefix_caching))
-    rounds = churn(policy, max(1, repeat // 3), prefix_caching=prefix_caching)
+        windows = steady(policy, running, repeat, prefix_caching=prefix_caching, roofline=roofline)
+        rows += rows_of(f"decode, {running} running", windows)
+    rounds = churn(policy, max(1, repeat // 3), prefix_caching=prefix_caching, roofline=roofline)
     return rows + rows_of("1000 requests, 512 in / 256 out", rounds)
 
 
@@ -253,13 +281,16 @@ def main() -> None:
         "--repeat", type=int, default=30, help="windows of steady decode; churn repeats a third as often"
     )
     parser.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--roofline", action="store_true", help="count FLOPs and bytes of each step, as engines do")
     parser.add_argument("--waiting-only", action="store_true", help="only requests that wait, and equal prompts")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 
     policy = policy_of(arguments.policy)
     caching = arguments.prefix_caching
-    rows = [] if arguments.waiting_only else throughput_rows(policy, arguments.repeat, prefix_caching=caching)
+    rows = []
+    if not arguments.waiting_only:
+        rows = throughput_rows(policy, arguments.repeat, prefix_caching=caching, roofline=arguments.roofline)
     if rows:
         print(f"{'':<45}{'us/step':>10}{'us/request/step':>18}")
     for step, request in zip(rows[::2], rows[1::2], strict=True):
@@ -274,6 +305,7 @@ def main() -> None:
             "policy": arguments.policy,
             "prefix_caching": caching,
             "block_size": BLOCK_SIZE,
+            "roofline": arguments.roofline,
             "repeat": arguments.repeat,
         }
         write(arguments.json, report("scheduler", find_device("cpu").name, rows, settings))

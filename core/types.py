@@ -17,7 +17,8 @@ from attrs import evolve, field, frozen
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars.grammar import Grammar
-from engine.core.profiling.cost import ModelCost
+from engine.core.profiling.cost import ModelCost, Peaks
+from engine.core.profiling.live import StepWork
 from engine.core.tokens import Tokens
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -449,3 +450,7 @@ class EngineStats:
     """Kernels compiled, or loaded from the kernel cache, by steps: each delays all requests of its step."""
     graphs_captured: int = 0
     """CUDA graphs captured by steps: each delays all requests of its step."""
+    work: tuple[StepWork, ...] = ()
+    """What steps computed and moved on rank 0, by kind of step; () where that is off or unknown."""
+    peaks: Peaks | None = None
+    """Of the device of rank 0; None: unknown, or `work` is off."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
         count_unloaded as count_unloaded,
         module_name as module_name,
     )
+    from engine.core.profiling.live import StepKind as StepKind, StepMeter as StepMeter, StepWork as StepWork
+    from engine.core.profiling.peaks import find_peaks as find_peaks
     from engine.core.profiling.step_shape import (
         StepShape as StepShape,
         visible_keys as visible_keys,
@@ -35,6 +37,12 @@ __getattr__, __dir__, __all__ = exports(
         "count_unloaded",
         "module_name",
     ),
+    live=(
+        "StepKind",
+        "StepMeter",
+        "StepWork",
+    ),
+    peaks=("find_peaks",),
     step_shape=(
         "StepShape",
         "visible_keys",

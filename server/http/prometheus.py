@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from engine.core.types import EngineStats
+from engine.server.http.roofline_metrics import roofline_metrics
 from engine.server.shared.metrics_table import Histogram, MetricsTable
 
 
@@ -42,7 +43,8 @@ class PrometheusExporter(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics; called by the registry."""
-        engines = _EngineMetrics(self._engine_reports())
+        reports = self._engine_reports()
+        engines = _EngineMetrics(reports)
         yield engines.gauge("up", "1 while the engine process accepts requests.", lambda report: report.up)
         yield engines.counter("restarts", "Restarts of the engine process.", lambda report: report.restarts)
         yield engines.gauge("num_requests_running", "Sequences in the batch.", lambda report: report.stats.running)
@@ -80,6 +82,7 @@ class PrometheusExporter(Collector):
             lambda report: report.stats.policy_faults,
         )
         yield from engines.by_phase()
+        yield from roofline_metrics([report.stats for report in reports])
         metrics = self._metrics.total()
         yield GaugeMetricFamily("engine_connections", "Open client connections.", value=metrics.connections)
         dropped = CounterMetricFamily(
