@@ -422,6 +422,16 @@ class CacheInfo:
         return self.num_blocks // groups if groups and not self.states else 0
 
 
+@frozen
+class HistogramCounts:
+    """The contents of a histogram, whose bucket bounds both sides know."""
+
+    counts: tuple[int, ...] = ()
+    """One per bucket, not cumulative; the last one counts values above all bounds. Empty: nothing has been counted."""
+    sum: float = 0.0
+    """Of all values."""
+
+
 @frozen(kw_only=True)
 class EngineStats:
     """Counters since the start of one engine, and current gauges."""
@@ -454,3 +464,7 @@ class EngineStats:
     """What steps computed and moved on rank 0, by kind of step; () where that is off or unknown."""
     peaks: Peaks | None = None
     """Of the device of rank 0; None: unknown, or `work` is off."""
+    step_tokens: HistogramCounts = HistogramCounts()
+    """Tokens that each step computed; each iteration of a multi-step step counts. Bounds: STEP_TOKENS_BOUNDS."""
+    request_preemptions: HistogramCounts = HistogramCounts()
+    """Preemptions of each request that has ended, also of those aborted. Bounds: PREEMPTIONS_BOUNDS."""

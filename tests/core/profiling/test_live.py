@@ -40,7 +40,7 @@ COST = ModelCost(
 PEAKS = Peaks(bandwidth=100, flops=1000, flops8=2000)
 
 
-class Changing(SchedulingPolicy):
+class Changing(SchedulingPolicy[Any]):
     """Decodes several iterations at times, and at times not all sequences."""
 
     api = "1"

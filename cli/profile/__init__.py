@@ -1,0 +1,11 @@
+"""`engine profile`: where the time and the memory of a server or of an offline load go.
+
+A subcommand is a function in a module of its own, registered here by `app.command()(module.function)`. `engine profile`
+alone imports all of these modules, so they import torch and the server's packages inside their functions.
+"""
+
+from __future__ import annotations
+
+import typer
+
+app = typer.Typer(help="See where time and memory go.", no_args_is_help=True, callback=lambda: None)
