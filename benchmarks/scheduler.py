@@ -26,6 +26,7 @@ from attrs import Factory, define
 from engine.cli.bench.report import Row, report, write
 from engine.core.device import find_device
 from engine.core.plugin_host import load_plugins
+from engine.core.profiling import ModelCost, ModuleCost, Peaks, StepMeter
 from engine.core.schedulers import BlockManager, CacheMetrics, Scheduler, SchedulingPolicy
 from engine.core.types import Request, SamplingParams, Step, StepResult
 
@@ -58,8 +59,11 @@ class Loop:
         prefix_caching: bool,
         blocks: int | None = None,
         kv_metrics: float | None = None,
+        roofline: bool = False,
     ) -> None:
-        """kv_metrics: share of blocks that are sampled; None: the cache is not measured."""
+        """kv_metrics: share of blocks that are sampled; None: the cache is not measured. roofline: count FLOPs and
+        bytes."""
+        self.meter = make_meter() if roofline else None
         blocks = blocks or 2 * max_running * max_len // BLOCK_SIZE
         metrics = CacheMetrics(sample=kv_metrics) if kv_metrics is not None else None
         self.scheduler = Scheduler(
@@ -70,6 +74,7 @@ class Loop:
             max_len=max_len,
             eos_tokens=frozenset({0}),
             cache_metrics=metrics,
+            meter=self.meter,
         )
         self.in_flight: deque[tuple[Step, StepResult]] = deque()
 
@@ -90,6 +95,8 @@ class Loop:
         if step is None or len(self.in_flight) > 1:
             earlier, result = self.in_flight.popleft()
             begin = time.perf_counter()
+            if self.meter is not None:
+                self.meter.finish()
             self.scheduler.commit(earlier, result, begin)
             times.commit.append(time.perf_counter() - begin)
             times.tokens += len(result.tokens) * len(result.tokens[0])
@@ -99,6 +106,18 @@ def answer(step: Step) -> StepResult:
     """A result with one token per sequence that samples; no token ends a request."""
     row = (7,) * (len(step.decodes) + sum(chunk.sample for chunk in step.chunks))
     return StepResult(step=step.id, tokens=(row,) * step.iterations)
+
+
+def make_meter() -> StepMeter:
+    """A meter of a model with experts and a window, on a device with known peaks."""
+    modules = (
+        ModuleCost(name="linear", kind="linear", weight_bytes=10**9, flops_per_row=1e9),
+        ModuleCost(name="experts", kind="experts", num_experts=128, top_k=8, expert_bytes=10**9, flops_per_row=1e9),
+        ModuleCost(name="head", kind="lm_head", rows="sampled", weight_bytes=10**8, flops_per_row=1e8),
+        ModuleCost(name="full", kind="attention", flops_per_pair=10**4, kv_bytes_per_token=1000),
+        ModuleCost(name="window", kind="attention", window=1024, flops_per_pair=10**4, kv_bytes_per_token=1000),
+    )
+    return StepMeter(ModelCost(modules=modules), Peaks(bandwidth=1e12, flops=1e15))
 
 
 def steady(policy: SchedulingPolicy[Any], running: int, repeat: int, **settings: Any) -> list[Times]:
@@ -258,13 +277,14 @@ def main() -> None:
     )
     parser.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--kv-metrics", type=float, metavar="SAMPLE", help="measure the cache: share of blocks sampled")
+    parser.add_argument("--roofline", action="store_true", help="count FLOPs and bytes of each step, as engines do")
     parser.add_argument("--waiting-only", action="store_true", help="only requests that wait, and equal prompts")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 
     policy = policy_of(arguments.policy)
     caching = arguments.prefix_caching
-    cache = {"prefix_caching": caching, "kv_metrics": arguments.kv_metrics}
+    cache = {"prefix_caching": caching, "kv_metrics": arguments.kv_metrics, "roofline": arguments.roofline}
     rows = [] if arguments.waiting_only else throughput_rows(policy, arguments.repeat, **cache)
     if rows:
         print(f"{'':<45}{'us/step':>10}{'us/request/step':>18}")

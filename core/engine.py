@@ -47,6 +47,8 @@ from engine.core.plugin_host.derived import max_len, settle, shape_of
 from engine.core.plugin_host.faults import PluginCall, name_fault
 from engine.core.plugin_host.registry import Plugins, load_plugins
 from engine.core.plugin_host.selection import check_names
+from engine.core.profiling.live import StepMeter
+from engine.core.profiling.peaks import find_peaks
 from engine.core.quant.base import QuantMethod
 from engine.core.schedulers.cache_metrics import CacheMetrics
 from engine.core.schedulers.cache_observer import CacheObserver, joined
@@ -179,6 +181,17 @@ class Engine:
         if settings:
             log.warning("generation_config.json has settings that are not used: %s", ", ".join(settings))
 
+    def _make_meter(self) -> StepMeter | None:
+        """Counts what steps compute; None where that is off or unknown."""
+        config, cost = self.config.roofline, self.cache_info.cost
+        peaks = find_peaks(config, self.device, self.cache_info.dtype)
+        if not config.metrics or cost is None:
+            return None
+        if cost.uncounted:
+            log.info("no roofline metrics: the FLOPs of %s are unknown", ", ".join(cost.uncounted))
+            return None
+        return StepMeter(cost, peaks)
+
     def _start_scheduling(self) -> None:
         """Build the scheduler over the executor's KV cache, and the state of the step loop."""
         cache = self.config.cache
@@ -187,6 +200,7 @@ class Engine:
         if self.config.kv_events.endpoint:
             self._kv_events = EventStream(self.config.kv_events, self.cache_info)
             observers.append(self._kv_events.recorder)
+        self._meter = self._make_meter()
         self._scheduler = Scheduler(
             self.parts.policy,
             make_block_manager(
@@ -200,6 +214,7 @@ class Engine:
             max_len=self.max_len,
             eos_tokens=self.checkpoint.eos_tokens(),
             cache_metrics=cache_metrics,
+            meter=self._meter,
         )
         overlap = self.config.scheduler.overlap
         self._steps_ahead = int(self._executor.asynchronous if overlap == "auto" else overlap == "on")
@@ -268,7 +283,10 @@ class Engine:
                 return None
             oldest, pending = self._in_flight.popleft()
             with self._timers["wait"]:
-                return oldest, pending.result()
+                result = pending.result()
+            if self._meter is not None:
+                self._meter.finish()
+            return oldest, result
         except BaseException as error:
             name_fault(error, PluginCall(self.parts.owner("executors"), "a step"))
             raise
@@ -496,6 +514,8 @@ class Engine:
         return attrs.evolve(
             self._scheduler.stats(),
             seconds=seconds,
+            work=self._meter.totals() if self._meter is not None else (),
+            peaks=self._meter.peaks if self._meter is not None else None,
             kernels_compiled=self._kernels_compiled,
             graphs_captured=self._graphs_captured,
             kv_events=None if self._kv_events is None else (self._kv_events.published, self._kv_events.dropped),

@@ -17,6 +17,8 @@ from attrs import evolve, field, frozen
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars.grammar import Grammar
+from engine.core.profiling.cost import ModelCost, Peaks
+from engine.core.profiling.live import StepWork
 from engine.core.tokens import Tokens
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -416,6 +418,8 @@ class CacheInfo:
     """Of the states of all running sequences."""
     blocks_per_context: int = 0
     """Maximum blocks of one context of full length."""
+    cost: ModelCost | None = None
+    """What steps cost on rank 0, condensed; None: the executor does not say."""
     phases: tuple[tuple[str, float], ...] = ()
     """(start-up phase, seconds): from an executor the phases of its `start`, from an engine all phases."""
 
@@ -504,6 +508,10 @@ class EngineStats:
     them), ascending; the last two are counters."""
     graph_misses: int | None = None
     """Steps that ran without CUDA graphs although there are some; None: there are none."""
+    work: tuple[StepWork, ...] = ()
+    """What steps computed and moved on rank 0, by kind of step; () where that is off or unknown."""
+    peaks: Peaks | None = None
+    """Of the device of rank 0; None: unknown, or `work` is off."""
     step_tokens: HistogramCounts = HistogramCounts()
     """Tokens that each step computed; each iteration of a multi-step step counts. Bounds: STEP_TOKENS_BOUNDS."""
     request_preemptions: HistogramCounts = HistogramCounts()

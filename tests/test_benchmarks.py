@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from engine.cli.bench.roofline import make_work
+from engine.cli.bench.ceilings import Ceilings
+from engine.cli.bench.roofline import Roofline, stored_cost
 from engine.cli.bench.throughput import PRESETS
+from engine.core.config.tree import EngineConfig, ExecutorConfig, ModelConfig
+from engine.core.device import DeviceInfo
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -68,14 +71,14 @@ def test_floors_and_goals_follow_from_the_models(references: Any, monkeypatch: p
     from vllm_table import ONLINE, REFERENCED  # type: ignore[import-not-found]
 
     assert list(references["models"]) == list(REFERENCED)
-    bandwidth = references["ceilings"]["copy_tbps"] * 1e12
+    ceilings = Ceilings(bandwidth=references["ceilings"]["copy_tbps"] * 1e12, flops=1e15, source="a copy")
+    bfloat16 = EngineConfig(model=ModelConfig(dtype="bfloat16"), executor=ExecutorConfig(device="cpu"))
     for case, model in references["models"].items():
         config = MODELS[REFERENCED[case]]
         if case.partition(":")[2] in ONLINE:
-            config = config | {"quantization_config": {"quant_method": "fp8"}}
-        quantized = "quantization_config" in config
-        work = make_work(config, dtype="bfloat16", kv_dtype="bfloat16", quantized=quantized)
-        assert work.weight_bytes / bandwidth * 1e3 == pytest.approx(model["floor_ms"], rel=0.01)
+            config = config | {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+        roofline = Roofline(cost=stored_cost(bfloat16, config, DeviceInfo(type="cpu")), ceilings=ceilings)
+        assert roofline.weights() * 1e3 == pytest.approx(model["floor_ms"], rel=0.01)
         for row in model["rows"]:
             if row["metric"] == "output tokens a second":
                 best = max(row[name] for name in references["versions"] if row[name] is not None)

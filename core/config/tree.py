@@ -305,6 +305,33 @@ class PluginsConfig:
 
 
 @frozen(kw_only=True)
+class RooflineConfig:
+    """[roofline]: metrics of what steps compute and move, next to what the device could."""
+
+    metrics: bool = setting(
+        True,
+        "Count FLOPs and bytes of each step, and the least time they take at the device's peaks.",
+        flag="--roofline-metrics",
+    )
+    bandwidth: float = setting(
+        0.0,
+        "Peak memory bandwidth of a device, TB/s; 0: by the data sheet of known GPUs, else unknown.",
+        flag="--peak-bandwidth",
+    )
+    flops: float = setting(
+        0.0,
+        "Peak rate of dense matrix products in the model's dtype, TFLOP/s; 0: by the data sheet of known GPUs for 16"
+        " bits, else unknown.",
+        flag="--peak-flops",
+    )
+    flops8: float = setting(
+        0.0,
+        "The same for products of 8-bit numbers; 0: by the data sheet of known GPUs, else that of the model's dtype.",
+        flag="--peak-flops8",
+    )
+
+
+@frozen(kw_only=True)
 class ServerConfig:
     """[server]: the HTTP interface and its limits."""
 
@@ -528,4 +555,5 @@ class EngineConfig:
     parser: ParserConfig = ParserConfig()
     grammar: GrammarConfig = GrammarConfig()
     plugins: PluginsConfig = PluginsConfig()
+    roofline: RooflineConfig = RooflineConfig()
     server: ServerConfig = ServerConfig()

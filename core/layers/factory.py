@@ -98,6 +98,10 @@ class SingleLayerFactory(ExpertLayers):
         """Readers of the KV scales that the checkpoint may have."""
         self.sinks: list[SinkReader] = []
         """Readers of the attention sinks of layers that have them."""
+        self.attentions: dict[int, tuple[str, Attention | GroupedAttention]] = {}
+        """By decoder layer: the name of the attention module in the checkpoint, if it was given, and the layer."""
+        self.head_linears: list[Linear] = []
+        """Those of `layers` that are output layers."""
         self._quant = quant
         self.expert_parallel = expert_parallel
         self._stored = stored
@@ -366,6 +370,7 @@ class SingleLayerFactory(ExpertLayers):
             return None, None
         shard = self.shard(vocab_size, f"outputs of {name}, which are quantized,")
         linear = Linear(spec, kernel, owner=self._quant_owner)
+        self.head_linears.append(linear)
         head = LinearHead(self._record(linear), self._classes.argmax)
         if self.ranks == 1:
             return head, None
@@ -406,7 +411,9 @@ class SingleLayerFactory(ExpertLayers):
             self.sinks.append(self._record(SinkReader(layer, sinks, num_heads * self.ranks, self.dtype)))
         group, index = self.cache_place(layer)
         attention = self._classes.attention(index, num_heads, num_kv_heads, head_dim, norm, interleaved=interleaved)
-        return attention if self._cache is None else GroupedAttention(attention, group)
+        made = attention if self._cache is None else GroupedAttention(attention, group)
+        self.attentions[layer] = name, made
+        return made
 
     def cache_place(self, layer: int) -> tuple[int, int]:
         """The number of the layer's cache group (ForwardPass.of_group) and its index in the group.

@@ -149,7 +149,7 @@ class FusedLMHead(LMHead):
         return [AutotunedCall(op=self.gemm, operands=Operands(weights={"weight": self._weight}))]
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
-        self._weight = self._table.weight
+        self._weight = self.table.weight
 
 
 class FusedVocabParallelEmbedding(VocabParallelEmbedding):

@@ -80,7 +80,7 @@ class LMHead(Layer):
 
     def __init__(self, table: Embedding) -> None:
         """table: filled by the loader before the head."""
-        self._table = table
+        self.table = table
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the table's tokens: [rows, tokens of the table]."""
@@ -94,13 +94,13 @@ class LMHead(Layer):
         return {}
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
-        self._weight = pack(self._table.weight)
+        self._weight = pack(self.table.weight)
 
     @property
     def nbytes(self) -> int:
         """Bytes beyond the table's: a CPU packs a copy for the head."""
-        filled = hasattr(self, "_weight") and self._weight is not self._table.weight
-        return self._table.nbytes if filled else 0
+        filled = hasattr(self, "_weight") and self._weight is not self.table.weight
+        return self.table.nbytes if filled else 0
 
     @property
     def packed_shapes(self) -> frozenset[tuple[int, ...]]:

@@ -36,6 +36,8 @@ from engine.core.plugin_host.derived import (
 from engine.core.plugin_host.faults import TRACEBACK, blame, expect, name_fault
 from engine.core.plugin_host.result_checks import ResultChecks
 from engine.core.plugin_host.selection import Parts
+from engine.core.profiling.cost import ModelCost
+from engine.core.profiling.count import count_model
 from engine.core.quant.base import QuantMethod
 from engine.core.quant.float8 import KVScales
 from engine.core.runner.cuda_graphs import DecodeGraphs, GraphCapturer
@@ -141,7 +143,8 @@ class RunnerStart:
                 " use a lower --memory-fraction, --kv-memory or --max-running"
             ) from error
         first_uses = FirstUses(counts_kernels=self._fused and self._device.type == "cuda", decode_graphs=graphs.decode)
-        return StepLauncher(self._device, state, graphs, first_uses), self._cache_info(plan, num_blocks, phases)
+        cost = count_model(layers, self._layout).condensed()
+        return StepLauncher(self._device, state, graphs, first_uses), self._cache_info(plan, num_blocks, phases, cost)
 
     def _build_model(self) -> tuple[Model, LayerFactory]:
         """The model, its layers still empty, and the factory that made them."""
@@ -304,7 +307,7 @@ class RunnerStart:
         hidden = torch.zeros(rows, self._model_spec.hidden_size, dtype=torch_dtype(self._dtype), device=self._name)
         warm_up_sampling(state.model, state.sampler, hidden)
 
-    def _cache_info(self, plan: MemoryPlan, num_blocks: int, phases: Phases) -> CacheInfo:
+    def _cache_info(self, plan: MemoryPlan, num_blocks: int, phases: Phases, cost: ModelCost) -> CacheInfo:
         return CacheInfo(
             num_blocks=num_blocks,
             block_size=self._spec.block_size,
@@ -321,6 +324,7 @@ class RunnerStart:
             device=f"{self._name} ({self._device.name})" if self._device.name else self._name,
             dtype=self._dtype,
             kv_dtype=self._spec.kv_dtype,
+            cost=cost,
             phases=phases.seconds,
         )
 

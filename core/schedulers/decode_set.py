@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from engine.core.profiling.context_sums import ContextSums
 from engine.core.schedulers.request_state import RequestState
 from engine.core.schedulers.step_counter import StepCounter
 
@@ -18,8 +19,10 @@ class DecodeSet:
     a step does not depend on the number of active sequences.
     """
 
-    def __init__(self, counter: StepCounter) -> None:
+    def __init__(self, counter: StepCounter, contexts: ContextSums | None = None) -> None:
+        """contexts: sums that are kept of the active sequences; None: none are."""
         self._counter = counter
+        self._contexts = contexts
         self._active: dict[int, RequestState] = {}  # by sequence number, in batch order
         self._deferred: dict[int, RequestState] = {}
         # By iteration. Entries are not deleted when a sequence is removed or rescheduled; `events_at` skips such.
@@ -47,12 +50,16 @@ class DecodeSet:
         self._active[state.sequence] = state
         self._changed = True
         state.start_decoding()
+        if self._contexts is not None:
+            self._contexts.add(state.context_offset)
         self.schedule_event(state)
 
     def remove(self, state: RequestState) -> None:
         """Remove a sequence, active or deferred; a no-op if it is neither."""
         if self._active.pop(state.sequence, None) is not None:
             self._changed = True
+            if self._contexts is not None:
+                self._contexts.remove(state.context_offset)
             state.stop_decoding()
         else:
             self._deferred.pop(state.sequence, None)
@@ -93,6 +100,8 @@ class DecodeSet:
         for number, state in [*self._active.items(), *self._deferred.items()]:
             assert running.get(number) is state, "a sequence decodes but does not run"
             assert state.computed >= state.prefill_len, "a sequence decodes before its prefill is complete"
+        if self._contexts is not None:
+            assert len(self._contexts) == len(self._active), "the sums of contexts are of other sequences"
         for number, state in self._active.items():
             assert state.next_event == min(state.output_planned_at, state.blocks_full_at), f"{number}: wrong next event"
             assert state.next_event >= now, f"{number}: missed its event"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 
+from engine.core.profiling.context_sums import ContextSums
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.decode_set import DecodeSet
 from engine.core.schedulers.request_state import RequestState, StateView
@@ -21,9 +22,10 @@ class Queues:
     are committed.
     """
 
-    def __init__(self, blocks: BlockManager, counter: StepCounter) -> None:
+    def __init__(self, blocks: BlockManager, counter: StepCounter, contexts: ContextSums | None = None) -> None:
+        """contexts: as DecodeSet."""
         self.blocks = blocks
-        self.decoding = DecodeSet(counter)
+        self.decoding = DecodeSet(counter, contexts)
         self.requests: dict[str, RequestState] = {}
         self.waiting: list[RequestState] = []
         self.running: dict[int, RequestState] = {}

@@ -136,6 +136,11 @@ class RequestState:
         return self._decoding_since + self.capacity - self._computed
 
     @property
+    def context_offset(self) -> int:
+        """Tokens computed before an iteration, minus the iteration's number; only while decoding, in which it stays."""
+        return self._computed - self._decoding_since
+
+    @property
     def in_flight(self) -> bool:
         """Whether a step in flight includes this request."""
         return (self._counter.steps_planned if self._decoded else self._last_step) > self._counter.steps_committed

@@ -33,6 +33,7 @@ import attrs
 
 from engine.core.errors import ExecutorError, InvalidRequestError
 from engine.core.histogram import PREEMPTIONS_BOUNDS, STEP_TOKENS_BOUNDS, Histogram
+from engine.core.profiling.live import StepMeter
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.cache_metrics import CacheMetrics
 from engine.core.schedulers.checked_policy import CheckedPolicy
@@ -70,7 +71,8 @@ class Scheduler:
     """Decides what each step computes.
 
     max_batch_tokens: maximum tokens per step (per iteration of a multi-step step). max_running: maximum sequences per
-    step. max_len: maximum context, prompt and output together. eos_tokens: the model's end-of-sequence tokens.
+    step. max_len: maximum context, prompt and output together. eos_tokens: the model's end-of-sequence tokens. meter:
+    counts what each planned step computes; None: nothing does.
     """
 
     def __init__(
@@ -83,10 +85,12 @@ class Scheduler:
         max_len: int,
         eos_tokens: frozenset[int],
         cache_metrics: CacheMetrics | None = None,
+        meter: StepMeter | None = None,
     ) -> None:
         """cache_metrics: those that observe `blocks`; None: the cache is not measured."""
         self._counter = StepCounter()
-        self._queues = Queues(blocks, self._counter)
+        self._meter = meter
+        self._queues = Queues(blocks, self._counter, None if meter is None else meter.contexts)
         self._policy = CheckedPolicy(policy, self._queues.requests)
         self._planner = StepPlanner(
             self._queues,
@@ -241,6 +245,8 @@ class Scheduler:
         queues, counter = self._queues, self._counter
         iterations = self._planner.iterations()
         numbers, decodes = queues.decoding.members()
+        if self._meter is not None:
+            self._meter.count_decodes(counter.iterations, iterations)
         counter.steps_planned += 1
         queues.decoding.advance(iterations)
         chunks = []
@@ -265,6 +271,8 @@ class Scheduler:
             blocks=blocks,
             finished=finished,
         )
+        if self._meter is not None:
+            self._meter.submit(step)
         self._in_flight.append(_InFlight(step, decodes, tuple(plan.chunks)))
         return step
 

@@ -10,6 +10,7 @@ from engine.server.metrics import buckets
 from engine.server.metrics.cache_metrics import CACHE_METRICS
 from engine.server.metrics.definition import Kind, Metric, Sample, VllmName, by_label
 from engine.server.metrics.reports import EngineReport, ReplicaReport
+from engine.server.metrics.roofline import ROOFLINE_METRICS
 from engine.server.shared.request_metrics import HISTOGRAMS
 
 
@@ -345,5 +346,6 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
         "Decisions made first come, first served because the scheduling policy failed.",
         lambda engine: engine.stats.policy_faults,
     ),
+    *ROOFLINE_METRICS,
 )
 """Metrics of each replica, with the labels model_name and replica."""

@@ -161,9 +161,8 @@ class FakeEngine:
             token = EOS if stopped else sequence.script[sequence.made]
         done = stopped or sequence.made + 1 == params.max_tokens
         times = None
-        if done:
-            del self._sequences[request.id]
-        if done or sequence.made == 0:
+        first = sequence.made == 0
+        if done or first:
             now = time.monotonic()
             times = RequestTimes(
                 arrival=request.arrival, scheduled=sequence.scheduled, first_token=sequence.scheduled, finished=now

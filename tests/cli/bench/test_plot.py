@@ -14,10 +14,11 @@ from engine.cli.bench.client import Answered
 from engine.cli.bench.latency import Decode, Latency
 from engine.cli.bench.level import Level
 from engine.cli.bench.load import Measured, make_load
-from engine.cli.bench.roofline import Roofline, Shape, Work
+from engine.cli.bench.roofline import Roofline
 from engine.cli.bench.startup import Start
 from engine.cli.bench.throughput import Result
 from engine.core.errors import ConfigError
+from engine.core.profiling import ModelCost, ModuleCost
 
 drawn = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 
@@ -45,12 +46,8 @@ def test_a_figure_that_could_not_be_written_is_refused(monkeypatch: pytest.Monke
 def test_each_figure_is_drawn(tmp_path: Path) -> None:
     load = make_load(2, (3, 4), (5, 6))
     run = Measured(seconds=2.0, prompt_tokens=7, output_tokens=11, steps=6, phases={})
-    shape = Shape(
-        num_layers=1, hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=8, vocab_size=9,
-        tied=False,
-    )  # fmt: skip
-    work = Work(shape=shape, linear_bytes=100, head_bytes=10, kv_bytes=4)
-    roofline = Roofline(work=work, ceilings=Ceilings(bandwidth=1e6, flops=1e9, source="made up"))
+    cost = ModelCost(modules=(ModuleCost(name="all", kind="linear", weight_bytes=100, flops_per_row=100),))
+    roofline = Roofline(cost=cost, ceilings=Ceilings(bandwidth=1e6, flops=1e9, source="made up"))
     decodes = tuple(Decode(batch=size, step=0.01 * size, phases={}, host=0.002, context=9) for size in (1, 4))
     answers = (Answered(sent=0.0, events=(0.1, 0.2), tokens=2),)
     level = Level(
