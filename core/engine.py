@@ -29,6 +29,7 @@ from engine.core.errors import ConfigError, EngineError, ExecutorError, InvalidR
 from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.executors.choose import PluginChoice
 from engine.core.executors.rehearsal import rehearse
+from engine.core.gc_pauses import PauseCounts
 from engine.core.generation import Completion, generate, stream
 from engine.core.grammars.base import GrammarBackend
 from engine.core.hub.names import locate
@@ -182,6 +183,7 @@ class Engine:
         self._in_flight: deque[tuple[Step, PendingResult]] = deque()
         self._timers = defaultdict(PhaseTimer, {phase: PhaseTimer() for phase in STEP_PHASES})
         self._kernels_compiled = self._graphs_captured = 0
+        self._worker_pauses: tuple[tuple[str, PauseCounts], ...] = ()
         self._async: AsyncGenerator | None = None
         self._closed = False
         self._failure = ""
@@ -210,6 +212,8 @@ class Engine:
                 self._timers[phase].seconds += seconds
             self._kernels_compiled += result.kernels_compiled
             self._graphs_captured += result.graphs_captured
+            if result.gc_pauses:
+                self._worker_pauses = (("worker", result.gc_pauses),)
             with self._timers["commit"]:
                 return self._scheduler.commit(oldest, result, time.monotonic())
         except BaseException as error:  # the step's tokens are lost, whatever was raised
@@ -371,6 +375,7 @@ class Engine:
             seconds=seconds,
             kernels_compiled=self._kernels_compiled,
             graphs_captured=self._graphs_captured,
+            gc_pauses=self._worker_pauses,
         )
 
     def check(self) -> Health:

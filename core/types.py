@@ -16,6 +16,7 @@ import msgspec
 from attrs import evolve, field, frozen
 
 from engine.core.errors import InvalidRequestError
+from engine.core.gc_pauses import PauseCounts
 from engine.core.grammars.grammar import Grammar
 from engine.core.tokens import Tokens
 
@@ -322,6 +323,8 @@ class StepResult:
     """Kernels that the step compiled, or loaded from the kernel cache, since the start had not; on rank 0."""
     graphs_captured: int = 0
     """CUDA graphs that the step captured since the start had not; on rank 0."""
+    gc_pauses: PauseCounts = ()
+    """Garbage collections so far of the process of rank 0; () from an executor that runs in the engine's process."""
 
 
 @frozen(kw_only=True)
@@ -446,3 +449,5 @@ class EngineStats:
     """Kernels compiled, or loaded from the kernel cache, by steps: each delays all requests of its step."""
     graphs_captured: int = 0
     """CUDA graphs captured by steps: each delays all requests of its step."""
+    gc_pauses: tuple[tuple[str, PauseCounts], ...] = ()
+    """(process, its garbage collections): engine and, if it has a process of its own, rank 0 as worker."""

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
 import zmq
 
 from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaultError
 from engine.core.executors import MessageDecoder, encode
+from engine.core.gc_pauses import GcPauses
 from engine.core.types import EngineStats, Output
 from engine.server.engine_process.output_routes import OutputRoutes
 from engine.server.engine_process.pending_requests import PendingRequests
@@ -104,8 +106,11 @@ def _run(
         return 1
     try:
         heartbeat.record_loop(None)
-        gc.collect()
-        gc.freeze()  # objects made at start-up live on; later collections need not scan them
+        if launch.config.server.gc_freeze:
+            gc.collect()
+            gc.freeze()  # objects made at start-up live on; later collections need not scan them
+        gc_pauses = GcPauses()
+        gc_pauses.listen()
         supervisor.send(
             Started(
                 replica=launch.replica,
@@ -118,7 +123,7 @@ def _run(
                 seconds=time.monotonic() - load_start,
             )
         )
-        loop(engine, channel, heartbeat, launch.config.server.health_interval)
+        loop(engine, channel, heartbeat, launch.config.server.health_interval, gc_pauses)
         return 0
     except Exception as error:
         log.exception("the engine stopped")
@@ -185,11 +190,17 @@ class Channel:
         self._wake_receiver.close(linger=0)
 
 
-def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval: float) -> None:
-    """Step the engine until Shutdown; probe_interval: server.health_interval. Raises what `Engine.step` raises."""
+def loop(
+    engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval: float, gc_pauses: GcPauses | None = None
+) -> None:
+    """Step the engine until Shutdown. Raises what `Engine.step` raises.
+
+    probe_interval: server.health_interval. gc_pauses: what the statistics report as this process's collections.
+    """
     routes = OutputRoutes()
     prober = Prober(engine, heartbeat, probe_interval)
     pending = PendingRequests(engine, routes)
+    receiving = sending = 0.0
     sent_stats = EngineStats()
     next_stats = 0.0
     while True:
@@ -203,6 +214,7 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval:
             channel.wait(COMPILE_CHECK_MS)
         heartbeat.record_loop(idle)
         outputs: list[Output] = []
+        begin = time.perf_counter()
         for peer, message in channel.receive():
             match message:
                 case Hello():
@@ -221,6 +233,8 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval:
                 case Shutdown():
                     return
         outputs += pending.add_some()
+        if engine.has_work:  # statistics of an idle engine do not change
+            receiving += time.perf_counter() - begin
         prober.before_step()
         if engine.has_work:
             outputs += engine.step()
@@ -229,12 +243,22 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval:
         now = time.monotonic()
         if now >= next_stats or not engine.has_work:
             next_stats = now + STATS_INTERVAL
-            stats = engine.stats()
+            stats = _with_own(engine.stats(), receiving, sending, gc_pauses)
             if stats == sent_stats and not outputs and not routes.behind:
                 continue
             sent_stats = stats
+        begin = time.perf_counter()
         for peer, grouped in routes.group(outputs, stats):
             channel.send(peer, grouped)
+        if outputs:
+            sending += time.perf_counter() - begin
+
+
+def _with_own(stats: EngineStats, receiving: float, sending: float, gc_pauses: GcPauses | None) -> EngineStats:
+    """The engine's statistics with this process's own: seconds of its messages, and its garbage collections."""
+    own = () if gc_pauses is None else (("engine", gc_pauses.counts()),)
+    seconds = (*stats.seconds, ("receive", receiving), ("send", sending))
+    return attrs.evolve(stats, seconds=seconds, gc_pauses=(*own, *stats.gc_pauses))
 
 
 def _make_engine(config: EngineConfig) -> Engine:

@@ -16,6 +16,7 @@ from engine.core.config import EngineConfig
 from engine.core.types import FINISH_ABORT, FINISH_ERROR, FINISH_STOP, Output, Request
 from engine.server.front_end.engine_link import EngineLink
 from engine.server.front_end.errors import ApiError
+from engine.server.front_end.phase_times import MeasuredPhaseTimes, PhaseTimes
 from engine.server.front_end.routing import Router
 from engine.server.shared.messages import Abort, Add, EngineDown, Outputs, Started
 from engine.server.shared.metrics_table import MetricsTable
@@ -130,6 +131,9 @@ class EngineClient:
         self.metrics_table = metrics_table
         self.metrics = metrics_table.rows[row]
         self._limits = limits = config.server
+        self.phases = MeasuredPhaseTimes(self.metrics.phase_cells) if limits.phase_times else PhaseTimes()
+        self._build_events = self.phases.timed("detokenize", _notify)
+        self._write = self.phases.timed("write", self._write_all)
         self._cache = config.cache
         self._open: dict[int, _OpenRequest] = {}
         self._next_number = 0
@@ -140,7 +144,8 @@ class EngineClient:
         """By replica, the numbers of requests whose abort has not been sent."""
         self._context = zmq.Context()
         self.links = [
-            EngineLink(self._context, replica, self._deliver, self._notify_groups) for replica in range(limits.replicas)
+            EngineLink(self._context, replica, self._deliver, self._notify_groups, self.phases)
+            for replica in range(limits.replicas)
         ]
         self.router = Router([0] * limits.replicas, config.cache.block_size)
 
@@ -238,7 +243,7 @@ class EngineClient:
             if self.links[replica].down is None:
                 self.links[replica].send(Abort(tuple(numbers)))
 
-    def _write(self) -> None:
+    def _write_all(self) -> None:
         writes, self._writes = self._writes, []
         for write, data in writes:
             try:
@@ -295,8 +300,7 @@ class EngineClient:
     def _notify_groups(self) -> None:
         """Notify the groups with new events, then write what they built."""
         groups, self._updated_groups = self._updated_groups, []
-        for group in groups:
-            group.notify()
+        self._build_events(groups)
         self._write()
 
     def _deliver(self, message: Outputs) -> None:
@@ -344,6 +348,12 @@ class EngineClient:
             self.metrics.observe_finish(output.finish_reason, output.times, now - entry.arrival)
         if entry.group.put(entry.index, output.tokens, output):
             self._updated_groups.append(entry.group)
+
+
+def _notify(groups: Iterable[RequestGroup]) -> None:
+    """Notify groups, whose listeners build events."""
+    for group in groups:
+        group.notify()
 
 
 def _batches(requests: Sequence[Request], indices: Iterable[int]) -> Iterator[list[int]]:

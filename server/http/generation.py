@@ -84,7 +84,8 @@ class Generation:
         self._cached_tokens = 0
 
     def __enter__(self) -> Generation:
-        self._group = self._client.submit(self._requests, self._choices_per_prompt)
+        submit = self._client.phases.timed("route", self._client.submit)
+        self._group = submit(self._requests, self._choices_per_prompt)
         return self
 
     def __exit__(
@@ -113,8 +114,13 @@ class Generation:
     async def next(self) -> list[Delta]:
         """Wait for outputs; at most one delta per choice. Raises ApiError when a choice failed."""
         assert self._group is not None
+        events = await self._group.next()
+        return self._client.phases.timed("detokenize", self._deltas)(events)
+
+    def _deltas(self, events: Sequence[OutputEvent]) -> list[Delta]:
+        """Detokenize events; at most one delta per choice."""
         deltas: dict[int, Delta] = {}
-        for event in await self._group.next():
+        for event in events:
             choice = event[0]
             if choice in self.running:
                 self._feed(event, deltas.setdefault(choice, Delta(choice)))

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from engine.core.types import EngineStats
+from engine.server.http.host_metrics import host_metrics
 from engine.server.shared.metrics_table import Histogram, MetricsTable
 
 
@@ -42,7 +43,8 @@ class PrometheusExporter(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics; called by the registry."""
-        engines = _EngineMetrics(self._engine_reports())
+        reports = self._engine_reports()
+        engines = _EngineMetrics(reports)
         yield engines.gauge("up", "1 while the engine process accepts requests.", lambda report: report.up)
         yield engines.counter("restarts", "Restarts of the engine process.", lambda report: report.restarts)
         yield engines.gauge("num_requests_running", "Sequences in the batch.", lambda report: report.stats.running)
@@ -94,6 +96,7 @@ class PrometheusExporter(Collector):
         for reason, count in sorted(metrics.finished.items()):
             finished.add_metric([reason], count)
         yield finished
+        yield from host_metrics(metrics, [report.stats for report in reports])
         yield _histogram("time_to_first_token", "From arrival to the first token.", metrics.time_to_first_token)
         yield _histogram("inter_token_latency", "Between tokens of one request.", metrics.inter_token_latency)
         yield _histogram("request_queue_time", "From arrival to the first step.", metrics.queue_time)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
+from engine.core.gc_pauses import GcPauses
 from engine.core.types import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, RequestTimes
 
 SHORT_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -29,6 +30,15 @@ another needed its place; invalid: the request is not HTTP or exceeds a limit of
 of these names.
 """
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
+
+FrontEndPhase = Literal["http", "tokenize", "route", "deliver", "detokenize", "write"]
+"""What a front end's event loop does.
+
+http: all that is in no other phase: parsing and checking requests, responses that are not streamed, the event loop;
+tokenize: chat templates and tokenizing, also in threads; route: choosing replicas and sending requests to them;
+deliver: receiving the engine's messages; detokenize: from tokens to text and events; write: events to the sockets.
+"""
+FRONT_END_PHASES: tuple[FrontEndPhase, ...] = get_args(FrontEndPhase)
 
 HEARTBEAT_INTERVAL = 0.5
 """Seconds between two heartbeats of a front end."""
@@ -71,6 +81,7 @@ class FrontEndMetrics:
     """
 
     SIZE = NUM_SINGLE + len(FINISH_REASONS) + len(DROP_REASONS) + 3 * (len(LONG_BOUNDS) + 2) + len(SHORT_BOUNDS) + 2
+    SIZE += len(FRONT_END_PHASES) + GcPauses.SIZE
     """Numbers in a row, without `loads`, which adds one per replica."""
 
     def __init__(self, cells: memoryview[float]) -> None:
@@ -88,6 +99,11 @@ class FrontEndMetrics:
             histograms.append(Histogram(bounds, cells[at : at + len(bounds) + 2]))
             at += len(bounds) + 2
         self.time_to_first_token, self.queue_time, self.request_latency, self.inter_token_latency = histograms
+        self.phase_cells = cells[at : at + len(FRONT_END_PHASES)]
+        """CPU seconds of each of FRONT_END_PHASES; all 0 unless server.phase_times."""
+        at += len(FRONT_END_PHASES)
+        self.gc_pauses = GcPauses(cells[at : at + GcPauses.SIZE])
+        """Garbage collections of the front end."""
 
     @property
     def open_requests(self) -> int:

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.core.types import EngineStats, RequestTimes
 from engine.server.http.prometheus import EngineReport, PrometheusExporter
-from engine.server.shared.metrics_table import FrontEndMetrics, MetricsTable
+from engine.server.shared.metrics_table import FRONT_END_PHASES, FrontEndMetrics, MetricsTable
 
 REPLICAS = 2
 ROOT = Path(__file__).parents[3]
@@ -78,6 +78,29 @@ def test_engine_statistics_are_exported() -> None:
         ("engine_policy_faults_total", ""): 10,
     }
     assert {key: found[key] for key in expected} == expected
+
+
+def test_front_end_seconds_are_exported_by_phase_when_measured() -> None:
+    numbers = board(2)
+    assert ("engine_front_end_seconds_total", "http") not in samples(numbers, EngineStats())
+    for row in numbers.rows:
+        row.phase_cells[FRONT_END_PHASES.index("route")] = 1.5
+    found = samples(numbers, EngineStats())
+    assert found["engine_front_end_seconds_total", "route"] == 3.0
+    assert found["engine_front_end_seconds_total", "write"] == 0.0
+
+
+def test_collections_are_exported_by_process_and_generation() -> None:
+    numbers = board()
+    for phase in ("start", "stop"):
+        numbers.rows[0].gc_pauses._on_collection(phase, {"generation": 2})
+    counts = ((0.0,) * 11, (0.0, 0.0, 2.0, *[0.0] * 7, 0.001), (0.0,) * 11)
+    found = samples(numbers, EngineStats(gc_pauses=(("worker", counts),)))
+    assert found["engine_gc_seconds_count", "2front_end"] == 1
+    assert found["engine_gc_seconds_count", "1worker"] == 2
+    assert found["engine_gc_seconds_bucket", "10.001worker"] == 2
+    assert found["engine_gc_seconds_bucket", "10.0003worker"] == 0
+    assert found["engine_gc_seconds_sum", "1worker"] == 0.001
 
 
 def test_every_metric_is_documented() -> None:
