@@ -62,9 +62,17 @@ def parent_of(pid: int) -> int:
 
 def own_cpu_seconds(pid: int) -> float:
     """CPU seconds used so far by one process; 0 when it has ended."""
-    fields = _stat(pid)
-    # proc(5): after the name in parentheses come state, ppid, ...; utime and stime are fields 14 and 15.
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
+    return _cpu_seconds(read_proc(f"/proc/{pid}/stat"))
+
+
+def thread_cpu_seconds(pid: int) -> dict[tuple[int, str], float]:
+    """CPU seconds used so far by each thread of a process, by (thread ID, name); empty when the process has ended."""
+    found = {}
+    with suppress(FileNotFoundError):
+        for tid in map(int, os.listdir(f"/proc/{pid}/task")):
+            text = read_proc(f"/proc/{pid}/task/{tid}/stat")
+            found[tid, text.partition("(")[2].rpartition(")")[0]] = _cpu_seconds(text)
+    return found
 
 
 def read_proc(path: str) -> str:
@@ -81,6 +89,13 @@ def _role(pid: int, parent: str) -> str:
     if "front_end" in words:
         return "front end"
     return "engine" if parent == "supervisor" else "worker" if "executors" in words else "helper"
+
+
+def _cpu_seconds(stat: str) -> float:
+    """CPU seconds in the text of a file named stat; 0 for an empty text."""
+    fields = stat.rpartition(")")[2].split()
+    # proc(5): after the name in parentheses come state, ppid, ...; utime and stime are fields 14 and 15.
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
 
 
 def _stat(pid: int) -> list[str]:

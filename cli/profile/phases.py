@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import attrs
@@ -96,7 +96,7 @@ def _finish(
     processes: list[Process],
     what: str,
     output: Json,
-    settings: dict[str, object],
+    settings: Mapping[str, object],
 ) -> None:
     """Print the tables and write the report. Raises ConfigError if the server computed nothing."""
     steps, requests, tokens = counts(interval)
@@ -126,7 +126,7 @@ def _finish(
     if output is not None:
         write(
             output,
-            report("profile phases", what, list(_rows(interval, step, request)), {"model": server.model} | settings),
+            report("profile phases", what, list(_rows(interval, step, request)), {"model": server.model, **settings}),
         )
 
 
