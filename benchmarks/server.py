@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import selectors
 import socket
 import subprocess
@@ -33,6 +34,7 @@ from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingP
 
 VOCAB = 400
 PROMPT_TOKENS = 512
+COMMON_LABELS = r'(model_name|replica)="[^"]*",?'
 
 
 @attrs.define
@@ -192,10 +194,10 @@ def sample(pid: int) -> dict[str, float]:
 
 
 def engine_counters(url: str) -> dict[str, float]:
-    """The samples of /metrics by name."""
+    """The samples of /metrics by name and labels, but for those of the model and its only replica."""
     lines = urllib.request.urlopen(f"{url}/metrics").read().decode().splitlines()
     pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
-    return {name: float(value) for name, _, value in pairs}
+    return {re.sub(COMMON_LABELS, "", name).replace("{}", ""): float(value) for name, _, value in pairs}
 
 
 def measure(options: argparse.Namespace) -> Mapping[str, float]:

@@ -14,7 +14,7 @@ import typer
 from engine.cli.chat_client import CONTENT, REASONING, VISIBLE, ChatClient, Piece
 from engine.cli.errors import ServerError
 from engine.cli.opening import open_engine
-from engine.cli.options import DEMO_MODEL, KEY_VARIABLE, MODEL, OFFLINE, configured, sampled
+from engine.cli.options import ADMIN_KEY_VARIABLE, DEMO_MODEL, KEY_VARIABLE, MODEL, OFFLINE, configured, sampled
 from engine.core.config import Resolved
 from engine.core.errors import ConfigError, EngineError, InvalidRequestError
 
@@ -87,7 +87,7 @@ def remote(url: str, api_key: str, resolved: Resolved, sampling: Mapping[str, An
     for key, origin in resolved.origins.items():
         if key == "model.path" and origin in MODEL_ORIGINS:
             continue
-        if origin not in ("default", DEMO_MODEL, KEY_VARIABLE):
+        if origin not in ("default", DEMO_MODEL, KEY_VARIABLE, ADMIN_KEY_VARIABLE):
             raise ConfigError(f"{key} (by {origin}) is a setting of the server, which runs already; leave it out")
     client = ChatClient(url, api_key)
     named = resolved.origins["model.path"] != DEMO_MODEL

@@ -52,7 +52,7 @@ BUILTINS = {
     ),
     "quantize": Builtin("quantize:quantize", "Write a quantized copy of a checkpoint, layer by layer."),
     "bench": Builtin("bench:app", "Measure speed on this machine."),
-    "profile": Builtin("profile:app", "Show where the time of each step goes."),
+    "profile": Builtin("profile:app", "See where time and memory go."),
     "config": Builtin("config:app", "Show the settings and the origin of each."),
     "plugins": Builtin("plugins:app", "List and check the installed plugins."),
 }

@@ -34,6 +34,8 @@ DEMO_MODEL = "default (demo model)"
 
 KEY_VARIABLE = "ENGINE_API_KEY"
 """Environment variable that gives server.api_key, so that keys need no option, which other users could see."""
+ADMIN_KEY_VARIABLE = "ENGINE_ADMIN_API_KEY"
+"""Environment variable that gives server.admin_api_key, for the same reason."""
 
 SETTING_SUFFIX = "_setting"
 """End of the names of parameters that are options of settings."""
@@ -113,8 +115,9 @@ def configured(*, without: Collection[str] = (), before: str = "") -> Callable[[
                 "put the settings into one, or give those of the other by options"
             )
         defaults: dict[str, tuple[object, str]] = {"model.path": (demo_model(), DEMO_MODEL)}
-        if keys := os.environ.get(KEY_VARIABLE, ""):
-            defaults["server.api_key"] = ([key.strip() for key in keys.split(",")], KEY_VARIABLE)
+        for variable, key in ((KEY_VARIABLE, "server.api_key"), (ADMIN_KEY_VARIABLE, "server.admin_api_key")):
+            if keys := os.environ.get(variable, ""):
+                defaults[key] = ([one.strip() for one in keys.split(",")], variable)
         return load_config(files[0], overrides, defaults)
 
     return lambda command: _with_options(command, "resolved", parameters, resolve, before)

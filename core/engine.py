@@ -25,7 +25,7 @@ from engine.core.config.load import flatten, load_config
 from engine.core.config.model_name import is_hub_name
 from engine.core.config.tree import EngineConfig
 from engine.core.device import find_device
-from engine.core.errors import ConfigError, EngineError, ExecutorError, InvalidRequestError
+from engine.core.errors import ConfigError, ControlError, EngineError, ExecutorError, InvalidRequestError
 from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.executors.choose import PluginChoice
 from engine.core.executors.rehearsal import rehearse
@@ -366,6 +366,36 @@ class Engine:
     def _end_abandoned_streams(self) -> None:
         if self._async is not None:
             self._async.end_abandoned()
+
+    def call(self, name: str, arguments: Mapping[str, Any] | None = None) -> list[Any]:
+        """Run a control operation (core/runner/control.py) on every rank; return the answers, plain data, by rank.
+
+        Ordered with the steps: the ranks run the steps in flight first. Their results are kept, and committed by the
+        next `step`. Waits for all answers, so no step runs meanwhile.
+
+        Raises ControlError if the operation is unknown, refused or fails, after which the engine goes on. Raises
+        ExecutorError when the engine is closed or a device or worker has failed; the engine can then only be closed.
+        """
+        if self._failure:
+            raise self._unusable()
+        try:
+            return self._executor.call(name, arguments or {})
+        except ControlError:
+            raise
+        except BaseException as error:
+            name_fault(error, PluginCall(self.parts.owner("executors"), "call()"))
+            self._failure = str(error) or type(error).__name__
+            raise
+
+    def reset_prefix_cache(self) -> int:
+        """Empty the prefix cache; return the number of KV blocks freed.
+
+        Running requests keep their blocks, which no later request shares. Nothing is to be done on the ranks, for which
+        a block is one among others.
+        """
+        if self._failure:
+            raise self._unusable()
+        return self._scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         """Current counters and gauges."""

@@ -43,6 +43,14 @@ class ExecutorError(EngineError):
     """A step failed, or a worker has exited."""
 
 
+class ControlError(EngineError):
+    """A control call was refused, or failed on a rank; the engine goes on."""
+
+
+class ControlBusyError(ControlError):
+    """A control call was refused because another one is in progress."""
+
+
 class StepFaultError(PluginFaultError, ExecutorError):
     """A plugin raised an unexpected error in a step, or returned what its contract does not allow."""
 

@@ -421,6 +421,16 @@ class CacheInfo:
         return self.num_blocks // groups if groups and not self.states else 0
 
 
+@frozen
+class HistogramCounts:
+    """The contents of a histogram, whose bucket bounds both sides know."""
+
+    counts: tuple[int, ...] = ()
+    """One per bucket, not cumulative; the last one counts values above all bounds. Empty: nothing has been counted."""
+    sum: float = 0.0
+    """Of all values."""
+
+
 @frozen(kw_only=True)
 class EngineStats:
     """Counters since the start of one engine, and current gauges."""
@@ -451,3 +461,7 @@ class EngineStats:
     """CUDA graphs captured by steps: each delays all requests of its step."""
     gc_pauses: tuple[tuple[str, PauseCounts], ...] = ()
     """(process, its garbage collections): engine and, if it has a process of its own, rank 0 as worker."""
+    step_tokens: HistogramCounts = HistogramCounts()
+    """Tokens that each step computed; each iteration of a multi-step step counts. Bounds: STEP_TOKENS_BOUNDS."""
+    request_preemptions: HistogramCounts = HistogramCounts()
+    """Preemptions of each request that has ended, also of those aborted. Bounds: PREEMPTIONS_BOUNDS."""

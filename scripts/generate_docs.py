@@ -21,6 +21,8 @@ from engine.cli.main import Commands, app
 from engine.cli.options import SETTING_SUFFIX, purpose
 from engine.core.config import PluginsConfig, Setting, describe, show
 from engine.core.plugin_host import load_plugins
+from engine.server.metrics.definition import PREFIX, VLLM_PREFIX
+from engine.server.metrics.metric_list import REPLICA_METRICS, SERVER_METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -431,6 +433,31 @@ def code(text: str) -> str:
     return f"`{text}`" if text else ""
 
 
+def metrics_tables() -> str:
+    """Every metric of /metrics with its type, labels, help and vLLM's name."""
+    found = []
+    for title, metrics, common in (
+        ("Of each replica", REPLICA_METRICS, "`model_name` and `replica`"),
+        ("Of the server", SERVER_METRICS, "`model_name`"),
+    ):
+        rows = []
+        for one in metrics:
+            suffix = "_total" if one.kind == "counter" else ""
+            prefix = "" if one.general else PREFIX
+            rows.append(
+                (
+                    code(f"{prefix}{one.name}{suffix}") if one.name else "",
+                    one.kind,
+                    ", ".join(map(code, one.labels)),
+                    one.help,
+                    code(f"{VLLM_PREFIX}{one.vllm.name}{suffix}") if one.vllm else "",
+                )
+            )
+        head = ("name", "type", "further labels", "what it is", "vLLM's name")
+        found.append(f"### {title}\n\nAll have the labels {common}.\n\n{table(head, rows)}")
+    return "\n\n".join(found)
+
+
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "settings": ("docs/configuration.md", settings_tables),
     "commands": ("docs/cli.md", command_reference),
@@ -448,6 +475,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "architectures": ("docs/architectures.md", architectures_table),
     "families": ("docs/architectures.md", families_table),
     "reference": ("docs/reference.md", contract_reference),
+    "metrics": ("docs/metrics.md", metrics_tables),
 }
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engine.core.config import EngineConfig
     from engine.server.supervisor.main import Commands
 
-REQUIRED_PACKAGES = ("fastapi", "httptools", "prometheus_client", "uvicorn", "zmq")
+REQUIRED_PACKAGES = ("fastapi", "httptools", "uvicorn", "zmq")
 
 
 def run(

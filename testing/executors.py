@@ -15,8 +15,15 @@ import pytest
 from engine.core.config import EngineConfig, ExecutorConfig, load_config
 from engine.core.device import find_device
 from engine.core.engine import Engine
-from engine.core.errors import CapacityError, CheckpointError, ExecutorError
-from engine.core.executors import MAX_STEPS_IN_FLIGHT, Deployment, Executor, PendingResult, make_executor
+from engine.core.errors import CapacityError, CheckpointError, ControlError, ExecutorError
+from engine.core.executors import (
+    MAX_CALL_BYTES,
+    MAX_STEPS_IN_FLIGHT,
+    Deployment,
+    Executor,
+    PendingResult,
+    make_executor,
+)
 from engine.core.plugin_host import load_plugins, resolve, settle
 from engine.core.startup import Progress
 from engine.core.types import NewSequence, PrefillChunk, SamplingParams, Step, StepResult
@@ -103,6 +110,43 @@ class ExecutorConformance:
                 assert time.monotonic() < deadline, "check() finds nothing wrong after a step has failed"
                 time.sleep(0.01)
             assert executor.check().detail, "check() does not say what is wrong"
+
+    def test_control_calls(self, engine_checkpoint: Path) -> None:
+        """call() runs between the steps submitted before and after, with steps in flight too; a rank each answers.
+
+        A call that is unknown, refused or fails on a rank raises ControlError, and steps run afterwards.
+        """
+        if self.executor.call is Executor.call:
+            pytest.skip("has no control calls")
+        steps = script()
+        with self.running(engine_checkpoint) as executor:
+            run(executor, steps[:3], 1)
+            in_flight = [executor.submit(step) for step in steps[3:5]]
+            answers = executor.call("describe", {})
+            assert [answer["rank"] for answer in answers] == list(range(self.ranks)), f"call() answers {answers}"
+            for answer in answers:
+                assert answer["sequences"] == [2], f"the steps before have not run on rank {answer['rank']}: {answer}"
+            assert [pending.result().step for pending in in_flight] == [4, 5], "a call loses results of steps"
+            self._check_refused_calls(executor)
+            run(executor, steps[5:], MAX_STEPS_IN_FLIGHT)
+            assert [answer["sequences"] for answer in executor.call("describe", {})] == [[3]] * self.ranks
+        with pytest.raises(ExecutorError):
+            executor.call("describe", {})
+
+    def _check_refused_calls(self, executor: Executor) -> None:
+        for name, arguments, words in (
+            ("describr", {}, "'describr'.*did you mean describe"),
+            ("describe", {"loudly": True}, "describe.*loudly"),
+            ("memory_snapshot", {"directory": object()}, "arguments of memory_snapshot"),
+            ("memory_snapshot", {"directory": "x" * MAX_CALL_BYTES}, "arguments of memory_snapshot"),
+        ):
+            with pytest.raises(ControlError, match=words):
+                executor.call(name, arguments)
+        with pytest.raises(ControlError) as caught:
+            executor.call("memory_snapshot", {"directory": "/proc/none"})
+        message = str(caught.value)
+        assert self.ranks == 1 or "rank" in message, f"the error does not say on which rank: {message}"
+        assert executor.check().ok, "check() reports a call that was refused"
 
     def test_shutdown(self, engine_checkpoint: Path) -> None:
         """shutdown() works with a step in flight and twice; afterwards no step can run."""

@@ -95,6 +95,16 @@ def test_variants_are_measured_or_refused_with_a_sentence(tmp_path: Path) -> Non
     assert [row["case"] for row in written["rows"]] == ["4 decode steps at once"] * 3
 
 
+@pytest.mark.parametrize("gain", ["object reuse: batch kept between steps", "text outside the engine's process"])
+def test_a_known_gain_is_measured_without_it(gain: str) -> None:
+    small = ["--model", "tiny", "--size", "small", "--set", "executor.device=cpu", "--set", "cache.memory=32MiB"]
+    done = run_script("known_gains.py", *small, "--here", "--only", gain, "--side", "off")
+    assert done.returncode == 0, done.stderr
+    [(metric, (value, unit))] = json.loads(done.stdout.splitlines()[-1])["figures"].items()
+    assert (metric, unit) == ("output tokens a second", "tokens/s")
+    assert value > 0
+
+
 def test_model_directories_are_what_a_server_needs(tmp_path: Path) -> None:
     done = run_script("models.py", str(tmp_path), "tiny")
     assert done.returncode == 0, done.stderr

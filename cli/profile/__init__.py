@@ -1,4 +1,8 @@
-"""`engine profile`: where the time of each step and of each request goes."""
+"""`engine profile`: where the time and the memory of a server or of an offline load go.
+
+A subcommand is a function in a module of its own, registered here by `app.command()(module.function)`. `engine profile`
+alone imports all of these modules, so they import torch and the server's packages inside their functions.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import typer
 
 from engine.cli.profile import allocations, flame, phases, stacks, syscalls
 
-app = typer.Typer(help="Show where the time of each step goes.", no_args_is_help=True)
+app = typer.Typer(help="See where time and memory go.", no_args_is_help=True, callback=lambda: None)
 app.command()(phases.phases)
 app.command()(flame.flame)
 app.command()(stacks.stacks)

@@ -148,17 +148,23 @@ def _print(title: str, rows: list[PhaseShare], number: float, per: str) -> None:
 def _print_collections(interval: Interval) -> None:
     """Print the garbage collections by process and generation."""
     rows = []
-    for process in interval.by("engine_gc_seconds_count", "process"):
+    for process, name, labels in _collectors(interval):
         for generation in "012":
-            labels = {"process": process, "generation": generation}
-            number = interval.total("engine_gc_seconds_count", **labels)
+            number = interval.total(f"{name}_count", generation=generation, **labels)
             if number:
-                pause = interval.total("engine_gc_seconds_sum", **labels)
+                pause = interval.total(f"{name}_sum", generation=generation, **labels)
                 share = f"{pause / interval.seconds:.2%}"
                 rows.append((process, generation, f"{number:.0f}", f"{pause / number * 1e3:.2f}", share))
     if rows:
         columns = ("process", "generation", "collections", "mean pause, ms", "of the time")
         print_table(columns, rows, title="Garbage collections")
+
+
+def _collectors(interval: Interval) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """(process, metric, labels) of the garbage collections of each kind of process."""
+    yield "front end", "engine_front_end_gc_seconds", {}
+    for process in interval.by("engine_gc_seconds_count", "process"):
+        yield process, "engine_gc_seconds", {"process": process}
 
 
 def _rows(interval: Interval, step: list[PhaseShare], request: list[PhaseShare]) -> Iterator[Row]:
@@ -175,5 +181,6 @@ def _rows(interval: Interval, step: list[PhaseShare], request: list[PhaseShare])
             yield Row(metric="share", case=name, value=share, unit="")
     for role, used in interval.cpu.items():
         yield Row(metric="CPU cores", case=role, value=used / interval.seconds, unit="cores")
-    for process, pause in interval.by("engine_gc_seconds_sum", "process").items():
+    for process, name, labels in _collectors(interval):
+        pause = interval.total(f"{name}_sum", **labels)
         yield Row(metric="garbage collection", case=process, value=pause / interval.seconds, unit="of the time")

@@ -103,8 +103,11 @@ def check_together(config: EngineConfig, complain: Callable[[str, str], None]) -
         complain("server.uds", "the server listens on either a path or host and port; leave out one of them")
     if (config.server.ssl_keyfile or config.server.ssl_keyfile_password) and not config.server.ssl_certfile:
         complain("server.ssl_certfile", "a private key without its certificate; give ssl_certfile too")
-    if any(not key or " " in key or not key.isprintable() for key in config.server.api_key):
-        complain("server.api_key", "a key is empty or has spaces or characters that a bearer token cannot have")
+    for name, keys in (("api_key", config.server.api_key), ("admin_api_key", config.server.admin_api_key)):
+        if any(not key or " " in key or not key.isprintable() for key in keys):
+            complain(f"server.{name}", "a key is empty or has spaces or characters that a bearer token cannot have")
+    if set(config.server.admin_api_key) & set(config.server.api_key):
+        complain("server.admin_api_key", "a key is in server.api_key too, so that each client would be administrator")
     for origin in config.server.allowed_origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#]+", origin):
             complain("server.allowed_origins", f"{origin!r} is no origin; write it as https://example.com or *")

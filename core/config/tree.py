@@ -299,6 +299,13 @@ class ServerConfig:
     api_key_file: str = setting(
         "", "File with further API keys, one per line; # begins a comment line.", flag="--api-key-file"
     )
+    admin_api_key: tuple[str, ...] = setting(
+        (),
+        "Keys of which one opens the routes of administration, which no other API key opens; empty: the routes are"
+        " off. Better give keys in the environment variable ENGINE_ADMIN_API_KEY.",
+        flag="--admin-api-key",
+        secret=True,
+    )
     rate_limit: int = setting(
         0,
         "Maximum POST requests per minute and API key (without keys: in all); a further one gets 429. 0: no limit.",
@@ -392,6 +399,13 @@ class ServerConfig:
     )
     log_level: str = setting(
         "warning", "Least severity that is logged.", flag="--log-level", choices=("debug", "info", "warning", "error")
+    )
+    metrics_names: str = setting(
+        "engine",
+        "Names at /metrics. vllm: vLLM's names, labels and buckets for what vLLM has too, so that its dashboards and"
+        " autoscalers work unchanged; both: under both names.",
+        flag="--metrics-names",
+        choices=("engine", "vllm", "both"),
     )
     max_body_bytes: int = setting(8 * 2**20, "Maximum request body, bytes.")
     max_body_values: int = setting(

@@ -11,6 +11,17 @@ if TYPE_CHECKING:
         Health as Health,
         PendingResult as PendingResult,
     )
+    from engine.core.executors.control import (
+        CALL_BYTE as CALL_BYTE,
+        MAX_CALL_BYTES as MAX_CALL_BYTES,
+        Answer as Answer,
+        Call as Call,
+        Callee as Callee,
+        answer_call as answer_call,
+        answer_values as answer_values,
+        decode_call as decode_call,
+        encode_call as encode_call,
+    )
     from engine.core.executors.deployment import Deployment as Deployment, make_executor as make_executor
     from engine.core.executors.wire import MessageDecoder as MessageDecoder, encode as encode
 
@@ -21,6 +32,17 @@ __getattr__, __dir__, __all__ = exports(
         "Health",
         "MAX_STEPS_IN_FLIGHT",
         "PendingResult",
+    ),
+    control=(
+        "Answer",
+        "CALL_BYTE",
+        "Call",
+        "Callee",
+        "MAX_CALL_BYTES",
+        "answer_call",
+        "answer_values",
+        "decode_call",
+        "encode_call",
     ),
     deployment=(
         "Deployment",

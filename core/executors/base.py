@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from attrs import frozen
+
+from engine.core.errors import ControlError
 
 if TYPE_CHECKING:
     from engine.core.config.tree import EngineConfig
@@ -89,6 +92,21 @@ class Executor(ABC):
     @abstractmethod
     def submit(self, step: Step) -> PendingResult:
         """Begin a step; at most MAX_STEPS_IN_FLIGHT are in flight. Raises ExecutorError if it cannot begin."""
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> list[Any]:
+        """Run a control operation (core/runner/control.py) on every rank; return the answers, by rank.
+
+        Ordered with the steps: each rank has run all steps submitted before, also those whose results nobody has
+        fetched, and begins those submitted after once it has answered. Waits for all answers. Arguments and answers are
+        plain data of at most MAX_CALL_BYTES (core/executors/control.py) each.
+
+        Raises ControlError if the executor has no control calls, and if the operation is unknown, refused or fails on a
+        rank, which the error names; steps can run afterwards. Raises ExecutorError if a device or a worker has failed.
+        """
+        raise ControlError(
+            f"{type(self).__name__} cannot run {name}: this executor has no control calls; use one that implements "
+            "Executor.call, as the built-in ones do"
+        )
 
     @abstractmethod
     def check(self) -> Health:

@@ -74,6 +74,10 @@ class PersistentBatch:
         self._changed_blocks: list[Sequence[int]] = []
         """The blocks at these indices."""
 
+    def sequences(self) -> tuple[int, ...]:
+        """Numbers of the sequences in the batch, in the order in which they came."""
+        return tuple(self._sequences)
+
     def update(self, step: Step) -> None:
         """Apply the step's differences: finished sequences, new sequences, newly assigned blocks."""
         for sequence in step.finished:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from engine.core.config.tree import EngineConfig
 from engine.core.device import DeviceInfo
-from engine.core.distributed.rank_group import RankGroup
+from engine.core.distributed.rank_group import OneRank, RankGroup
 from engine.core.grammars.compiler import Grammars
 from engine.core.host import Host
 from engine.core.plugin_host.faults import name_fault
 from engine.core.plugin_host.selection import Parts
+from engine.core.runner.control import Control, Rank
+from engine.core.runner.memory_history import MemoryHistory
 from engine.core.runner.start import RunnerStart
 from engine.core.runner.step import PendingStep, StepLauncher
 from engine.core.startup import Phases
@@ -41,7 +46,9 @@ class Runner:
         self.checkpoint = checkpoint
         self.device = device
         torch.set_num_threads(config.executor.threads or min(torch.get_num_threads(), Host().cores()))
-        self._start = RunnerStart(config, parts, checkpoint, device, group, grammars)
+        self._group = group or OneRank()
+        self._start = RunnerStart(config, parts, checkpoint, device, self._group, grammars)
+        self._control: Control | None = None
         self._grammars = grammars
         self._launcher: StepLauncher | None = None
         self._launch = self._launch_checked
@@ -52,7 +59,26 @@ class Runner:
         Raises CheckpointError or CapacityError.
         """
         self._launcher, cache = self._start.run(phases or Phases())
+        self._control = Control(
+            Rank(
+                rank=self._group.rank,
+                ranks=self._group.ranks,
+                device=self.device,
+                state=self._launcher.state,
+                memory=MemoryHistory(self.device),
+            )
+        )
         return cache
+
+    @torch.inference_mode()
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Run a control operation (control.py) while no step is in flight; return plain data.
+
+        Raises ControlError, or another EngineError, if it is unknown, refuses or fails, and ExecutorError if the device
+        fails with it.
+        """
+        assert self._control is not None, "the runner is not started"
+        return self._control.call(name, arguments)
 
     def launch(self, step: Step) -> PendingStep:
         """Run the step. On a GPU the call returns once the kernels are launched.

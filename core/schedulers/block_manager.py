@@ -8,6 +8,9 @@ from contextlib import contextmanager
 
 from engine.core.schedulers.hash_chain import DigestCache, HashChain
 
+NEVER = 2**62
+"""Number of indexed blocks of a table that is to index no more: larger than any table."""
+
 
 class _Table:
     """The blocks of one sequence. The first `indexed` of them are indexed, or equal others that are."""
@@ -277,6 +280,21 @@ class BlockManager:
                 if self._references[block] == 0:
                     del self._cached[block]
                     self._free.append(block)
+
+    def forget_prefixes(self) -> int:
+        """Empty the prefix cache; return the number of blocks freed.
+
+        Blocks of running sequences are kept, but no other sequence will share them, nor those they get later.
+        """
+        for block in self._by_digest.values():
+            self._digests[block] = None
+        self._by_digest.clear()
+        freed = len(self._cached)
+        self._free += self._cached
+        self._cached.clear()
+        for table in self._tables.values():
+            table.indexed = NEVER
+        return freed
 
     def free(self, sequence: int) -> None:
         """Free a sequence's blocks; those indexed and computed that no other sequence uses stay cached."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from engine.core.schedulers.block_kinds import is_plain, longest_context, span
-from engine.core.schedulers.block_manager import BlockManager
+from engine.core.schedulers.block_manager import NEVER, BlockManager
 from engine.core.schedulers.hash_chain import HashChain
 from engine.core.schedulers.kind_tables import CachedPrefix, GroupedShortage, KindTable, SequenceTables
 from engine.core.types import BlockKind, CacheInfo
@@ -238,6 +238,23 @@ class GroupedBlockManager(BlockManager):
                         del self._cached[entry]
                         self._count_cached(entry, -1)
                         self._free += self._blocks_of[entry]
+
+    def forget_prefixes(self) -> int:
+        for indexed in self._indices:
+            for entry in indexed.values():
+                self._digests[entry] = None
+            indexed.clear()
+        freed = self._num_cached
+        for entry in self._cached:
+            self._count_cached(entry, -1)
+            self._free += self._blocks_of[entry]
+        self._cached.clear()
+        for state in self._sequences.values():
+            state.pending.clear()
+            for table in state.tables:
+                table.indexed = NEVER
+        self._pending.clear()
+        return freed
 
     def free(self, sequence: int) -> None:
         state = self._sequences.pop(sequence)

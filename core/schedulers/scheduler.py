@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import attrs
 
 from engine.core.errors import ExecutorError, InvalidRequestError
+from engine.core.histogram import PREEMPTIONS_BOUNDS, STEP_TOKENS_BOUNDS, Histogram
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.checked_policy import CheckedPolicy
 from engine.core.schedulers.policy import SchedulingPolicy
@@ -99,6 +100,8 @@ class Scheduler:
         self._prefix_hits = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
+        self._step_tokens = Histogram(STEP_TOKENS_BOUNDS)
+        self._request_preemptions = Histogram(PREEMPTIONS_BOUNDS)
 
     @property
     def has_work(self) -> bool:
@@ -125,6 +128,8 @@ class Scheduler:
             generation_tokens=self._generation_tokens,
             steps=self._counter.steps_committed,
             policy_faults=self._policy.faults,
+            step_tokens=self._step_tokens.snapshot(),
+            request_preemptions=self._request_preemptions.snapshot(),
         )
 
     def add(self, request: Request) -> None:
@@ -158,8 +163,12 @@ class Scheduler:
         state = self._queues.requests.get(request_id)
         if state is None:
             return None
-        self._queues.retire(state)
+        self._retire(state)
         return Output(request=request_id, finish_reason=FINISH_ABORT, cached_tokens=state.cached_tokens)
+
+    def reset_prefix_cache(self) -> int:
+        """Empty the prefix cache and return the number of blocks freed; running requests keep their own blocks."""
+        return self._blocks.forget_prefixes()
 
     def schedule(self, now: float) -> Step | None:
         """Plan the next step; None if there is no work, or none before the result of a step in flight is committed."""
@@ -177,6 +186,7 @@ class Scheduler:
         outputs: list[Output] = []
         columns = zip(zip(*result.tokens, strict=True), _logprob_columns(result), strict=False)
         checked, iterations = 0, step.iterations
+        self._step_tokens.observe(len(step.decodes) + sum(chunk.count for chunk in step.chunks), iterations)
         # This loop runs for every token: whatever can be done elsewhere is done elsewhere.
         for state, (tokens, logprobs) in zip(planned.decodes, columns, strict=False):
             known = state.output
@@ -282,8 +292,13 @@ class Scheduler:
         elif state.sequence:  # the last token is not computed yet
             self._blocks.register(state.sequence, state.tokens, state.chain, state.prompt_len + len(state.output) - 1)
         if output.finish_reason is not None:
-            self._queues.retire(state)
+            self._retire(state)
         return output
+
+    def _retire(self, state: RequestState) -> None:
+        """Remove a request that has finished, and free its blocks."""
+        self._request_preemptions.observe(state.preemptions)
+        self._queues.retire(state)
 
 
 def _logprob_columns(result: StepResult) -> Iterator[tuple[TokenLogprobs, ...]]:

@@ -1,7 +1,8 @@
 """Control messages between an executor and its workers, and the socket that carries them.
 
-Steps are not among them: `Step` and `StepResult` (core/types.py) travel as msgpack through rings in shared memory
-(core/shm/); with Ray, as arguments and answers of actor calls.
+Steps and control calls are not among them: `Step`, `StepResult` (core/types.py) and `Call` (core/executors) travel as
+msgpack through rings in shared memory (core/shm/); with Ray, as arguments and answers of actor calls. The answers to
+control calls are.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from engine.core.errors import (
     PluginFaultError,
     StepFaultError,
 )
-from engine.core.executors import MessageDecoder, encode
+from engine.core.executors import Answer, MessageDecoder, encode
 from engine.core.shm import RingHandle
 from engine.core.startup import Progress
 from engine.core.types import CacheInfo
@@ -114,7 +115,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
         return cls(f"{worker} failed in {self.phase}: {message}{hint}")
 
 
-FromWorker = Progressed | Ready | Failed
+FromWorker = Progressed | Ready | Failed | Answer
 
 
 class Connection(Generic[T]):

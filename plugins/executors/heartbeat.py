@@ -66,6 +66,14 @@ class WorkerHeartbeat:
         self._cells[2] = step
         self._cells[4] = 0
 
+    def begin_call(self) -> None:
+        """Record that this thread runs a control call, until `finish_call`."""
+        self._cells[4] = threading.get_ident()
+
+    def finish_call(self) -> None:
+        """Record that the control call is answered."""
+        self._cells[4] = 0
+
     @property
     def time(self) -> float:
         """Time of the last heartbeat, time.monotonic(); 0: none yet."""
@@ -83,7 +91,8 @@ class WorkerHeartbeat:
 
     @property
     def busy_threads(self) -> tuple[int, int]:
-        """Identifiers (threading.get_ident) of the thread that waits for a result and of the thread that begins steps.
+        """Identifiers (threading.get_ident) of the thread that waits for a result, or runs a control call, and of the
+        thread that begins steps.
 
         0: there is none.
         """

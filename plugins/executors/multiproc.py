@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from attrs import evolve, field, frozen, validators
 
@@ -14,7 +15,7 @@ from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.distributed import Rendezvous
 from engine.core.errors import ExecutorError
-from engine.core.executors import Deployment, Health, PendingResult, encode
+from engine.core.executors import Deployment, Health, PendingResult, answer_values, encode, encode_call
 from engine.core.host import Host
 from engine.core.shm import Ring, RingClosedError
 from engine.core.types import CacheInfo, Step
@@ -31,7 +32,7 @@ class Options:
     """[executor.options]."""
 
     step_timeout: float = field(default=300.0, validator=validators.gt(0))
-    """Seconds after which a step counts as hung: all workers are then killed."""
+    """Seconds after which a step, or a control call, counts as hung: all workers are then killed."""
 
 
 class MultiprocExecutor(RemoteExecutor):
@@ -54,6 +55,8 @@ class MultiprocExecutor(RemoteExecutor):
         super().__init__(deployment)
         self._options = options
         self._workers: Workers | None = None
+        self._calls = 0
+        """Number of control calls so far."""
 
     def start(self) -> CacheInfo:
         """Start the workers and wait until all are ready.
@@ -86,6 +89,17 @@ class MultiprocExecutor(RemoteExecutor):
         if len(self._in_flight) == 1:
             workers.oldest = (step.id, time.monotonic())
         return pending
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> list[Any]:
+        workers = self._running()
+        self._calls += 1
+        try:
+            self._writer.send(encode_call(self._calls, name, arguments))
+        except RingClosedError as closed:
+            raise self._failure(closed) from None
+        while self._in_flight:  # the ring needs room for these results, which rank 0 sends before it answers
+            self._collect()
+        return answer_values(workers.wait_for_answers(self._calls, name), workers.workers)
 
     def check(self) -> Health:
         """Return whether all workers run, and the oldest heartbeat among the idle ones."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import evolve, field, frozen, validators
 
@@ -11,7 +12,16 @@ from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.distributed import Rendezvous
 from engine.core.errors import ConfigError, ExecutorError
-from engine.core.executors import Deployment, Health, PendingResult, encode
+from engine.core.executors import (
+    Answer,
+    Deployment,
+    Health,
+    MessageDecoder,
+    PendingResult,
+    answer_values,
+    encode,
+    encode_call,
+)
 from engine.core.extras import install_command
 from engine.core.startup import Progress
 from engine.core.types import CacheInfo, Step
@@ -35,7 +45,7 @@ class Options:
     placement_timeout: float = field(default=60.0, validator=validators.gt(0))
     """Seconds for Ray to reserve room for all ranks, and the same again to start them; raise it for autoscaling."""
     step_timeout: float = field(default=300.0, validator=validators.gt(0))
-    """Seconds after which a step counts as hung: all workers are then killed."""
+    """Seconds after which a step, or a control call, counts as hung: all workers are then killed."""
 
 
 class RayExecutor(RemoteExecutor):
@@ -103,6 +113,17 @@ class RayExecutor(RemoteExecutor):
         pending = Pending(step.id, self._collect, workers.ready)
         self._in_flight.append(pending)
         return pending
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> list[Any]:
+        workers = self._running()
+        if workers.failure is not None:
+            raise ExecutorError(str(workers.failure))
+        data = encode_call(0, name, arguments)
+        while self._in_flight:
+            self._collect()
+        decoder: MessageDecoder[Answer] = MessageDecoder(Answer)
+        answers = [decoder.decode(answer) for answer in workers.call(name, data)]
+        return answer_values(answers, workers.workers)
 
     def check(self) -> Health:
         """Return whether all actors are alive, by Ray's account, and none has reported an error."""

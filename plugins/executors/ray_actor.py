@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from engine.core.distributed import MeetingPoint
-from engine.core.executors import MessageDecoder, encode
+from engine.core.executors import Answer, MessageDecoder, encode
 from engine.core.shm import RingTimeoutError
 from engine.core.startup import Phases
 from engine.core.types import StepResult
@@ -46,7 +46,7 @@ class ActorLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepQueue:
-    """Puts the steps of concurrent actor calls in order and matches results to calls."""
+    """Puts the steps and control calls of concurrent actor calls in order and matches results to actor calls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -117,7 +117,10 @@ class RankActor:
         return self._messages.get()
 
     def step(self, number: int, step: bytes) -> bytes:
-        """Compute a step and wait for it. Returns the result on rank 0, nothing on other ranks."""
+        """Compute a step, or run a control call, and wait for it.
+
+        Returns the result of a step on rank 0, nothing on other ranks; the answer of a call on every rank.
+        """
         return self._steps.put(number, step).result()
 
     def stack(self) -> tuple[int, str, str]:
@@ -155,6 +158,9 @@ class _CallLink:
 
     def send_result(self, result: StepResult) -> None:
         self._steps.resolve(encode(result) if self._rank == 0 else b"")
+
+    def send_answer(self, answer: Answer) -> None:
+        self._steps.resolve(encode(answer))
 
     def report(self, message: Progressed | Ready) -> None:
         self._messages.put(encode(message))

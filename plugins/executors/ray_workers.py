@@ -15,7 +15,7 @@ from attrs import define, field
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from engine.core.errors import EngineError, ExecutorError
-from engine.core.executors import MessageDecoder, encode
+from engine.core.executors import Answer, MessageDecoder, encode
 from engine.core.startup import Listener
 from engine.core.types import CacheInfo
 from engine.plugins.executors.control_messages import Failed, FromWorker, Progressed, Ready
@@ -73,7 +73,8 @@ class RayWorkers:
     def __init__(self, actors: Sequence[Any], step_timeout: float) -> None:
         self.failure: EngineError | None = None
         """Why no step can run any more."""
-        self._workers = [RayWorker(rank, actor) for rank, actor in enumerate(actors)]
+        self.workers = [RayWorker(rank, actor) for rank, actor in enumerate(actors)]
+        """By rank."""
         self._step_timeout = step_timeout
         self._num_steps = 0
         self._in_flight: deque[_InFlightStep] = deque()
@@ -82,11 +83,11 @@ class RayWorkers:
     def locate(self, timeout: float) -> list[ActorLocation]:
         """Wait until Ray has started all actors; return their locations, by rank. The ranks meet at rank 0's node."""
         decoder: MessageDecoder[ActorLocation] = MessageDecoder(ActorLocation)
-        several = len(self._workers) > 1
-        calls = [worker.actor.locate.remote(several and worker.rank == 0) for worker in self._workers]
+        several = len(self.workers) > 1
+        calls = [worker.actor.locate.remote(several and worker.rank == 0) for worker in self.workers]
         until = time.monotonic() + timeout
         locations = []
-        for worker, call in zip(self._workers, calls, strict=True):
+        for worker, call in zip(self.workers, calls, strict=True):
             if not _finished([call], max(0.0, until - time.monotonic())):
                 message = f"Ray has not started {worker} within {timeout:g} s (option placement_timeout)"
                 raise ExecutorError(f"{message}; the logs of its node say why")
@@ -98,13 +99,13 @@ class RayWorkers:
         """Start the model and wait until all actors are ready; return their cache infos, by rank. Raises the first
         error."""
         begun = [
-            worker.actor.begin.remote(encode(launch)) for worker, launch in zip(self._workers, launches, strict=True)
+            worker.actor.begin.remote(encode(launch)) for worker, launch in zip(self.workers, launches, strict=True)
         ]
-        for worker, call in zip(self._workers, begun, strict=True):
+        for worker, call in zip(self.workers, begun, strict=True):
             self._startup_result(worker, call)
             worker.listen()
         caches: dict[int, CacheInfo] = {}
-        while len(caches) < len(self._workers):
+        while len(caches) < len(self.workers):
             for worker in self._with_event(_finished(self._events(), None, 1)):
                 match self._receive(worker):
                     case Progressed(progress):
@@ -114,13 +115,41 @@ class RayWorkers:
                     case Ready(cache):
                         worker.phase = ""
                         caches[worker.rank] = cache
-        return [caches[worker.rank] for worker in self._workers]
+        return [caches[worker.rank] for worker in self.workers]
 
     def submit(self, step: int, data: bytes) -> None:
         """Send a step to all actors."""
-        results = [worker.actor.step.remote(self._num_steps, data) for worker in self._workers]
+        self._in_flight.append(_InFlightStep(step, self._send(data)))
+
+    def call(self, name: str, data: bytes) -> list[bytes]:
+        """Send a control call to all actors and wait for all answers; no step is in flight. Returns them by rank.
+
+        Raises ExecutorError if an actor fails or the call takes longer than a step may.
+        """
+        calls = self._send(data)
+        waiting, until = calls, time.monotonic() + self._step_timeout
+        while waiting:
+            if self.failure is not None:
+                raise ExecutorError(str(self.failure))
+            finished = _finished([*waiting, *self._events()], max(0.0, until - time.monotonic()), 1)
+            for worker in self._with_event(finished):
+                self._receive(worker)
+            if not finished:
+                self._fail(self._hung_error(f"the control call {name}", calls))
+            waiting = [one for one in waiting if one not in finished]
+        answers = []
+        for worker, one in zip(self.workers, calls, strict=True):
+            try:
+                answers.append(ray.get(one))
+            except RayError as error:
+                self._fail(self._death(worker, error))
+        return answers
+
+    def _send(self, data: bytes) -> list[Any]:
+        """Send a step or a control call to all actors; returns the calls that return the results, by rank."""
+        calls = [worker.actor.step.remote(self._num_steps, data) for worker in self.workers]
         self._num_steps += 1
-        self._in_flight.append(_InFlightStep(step, results))
+        return calls
 
     def ready(self) -> bool:
         """Whether `collect` returns without waiting."""
@@ -140,11 +169,11 @@ class RayWorkers:
             for worker in self._with_event(finished):
                 self._receive(worker)
             if not finished:
-                self._fail(self._hung_step_error(oldest))
+                self._fail(self._hung_error(f"step {oldest.step}", oldest.results))
         try:
             data: bytes = ray.get(first)
         except RayError as error:
-            self._fail(self._death(self._workers[0], error))
+            self._fail(self._death(self.workers[0], error))
         self._in_flight.popleft()
         if self._in_flight:
             self._in_flight[0].oldest_since = time.monotonic()
@@ -161,7 +190,7 @@ class RayWorkers:
 
     def kill(self) -> None:
         """Kill all actors."""
-        for worker in self._workers:
+        for worker in self.workers:
             ray.kill(worker.actor, no_restart=True)
 
     def wait(self) -> None:
@@ -169,7 +198,7 @@ class RayWorkers:
         until = time.monotonic() + STOP_SECONDS
         _finished([event for event in self._events() if event is not None], STOP_SECONDS)
         node = ray.get_runtime_context().get_node_id()
-        located = [(worker, worker.location) for worker in self._workers if worker.location is not None]
+        located = [(worker, worker.location) for worker in self.workers if worker.location is not None]
         near = [(worker, location.process) for worker, location in located if location.node == node]
         while near := [(worker, process) for worker, process in near if Path(f"/proc/{process}").exists()]:
             if time.monotonic() > until:
@@ -194,13 +223,13 @@ class RayWorkers:
 
     def _events(self) -> list[Any]:
         """The calls that return the actors' next messages."""
-        return [worker.event for worker in self._workers]
+        return [worker.event for worker in self.workers]
 
     def _with_event(self, finished: list[Any]) -> list[RayWorker]:
         """The actors whose message or death is among the finished calls."""
-        return [worker for worker in self._workers if worker.event in finished]
+        return [worker for worker in self.workers if worker.event in finished]
 
-    def _receive(self, worker: RayWorker) -> Progressed | Ready | None:
+    def _receive(self, worker: RayWorker) -> Progressed | Ready | Answer:
         """Return an actor's message. Raises the error that the actor reports, or ExecutorError if the actor died."""
         try:
             message = self._decoder.decode(ray.get(worker.event))
@@ -215,7 +244,7 @@ class RayWorkers:
 
     def _death_of_another(self, worker: RayWorker) -> EngineError | None:
         """The error for another actor that died at about the time this one failed; None if no other died."""
-        others = [other for other in self._workers if other is not worker]
+        others = [other for other in self.workers if other is not worker]
         until = time.monotonic() + ROOT_CAUSE_SECONDS
         while others and (left := until - time.monotonic()) > 0:
             finished = _finished([other.event for other in others], left, 1)
@@ -235,10 +264,13 @@ class RayWorkers:
         log.error("%s died%s\n%s", worker, place, error)
         return ExecutorError(f"{worker} died{place}: {_reason(error)}")
 
-    def _hung_step_error(self, oldest: _InFlightStep) -> EngineError:
-        """Log the stacks of the late actors; return an error with the stack of the one that is furthest behind."""
-        finished = _finished(oldest.results, 0.0)
-        late = [worker for worker, result in zip(self._workers, oldest.results, strict=True) if result not in finished]
+    def _hung_error(self, what: str, calls: list[Any]) -> EngineError:
+        """Log the stacks of the late actors; return an error with the stack of the one that is furthest behind.
+
+        what: the step or the control call that hangs. calls: those that return each rank's result.
+        """
+        finished = _finished(calls, 0.0)
+        late = [worker for worker, call in zip(self.workers, calls, strict=True) if call not in finished]
         requests = {worker.rank: worker.actor.stack.remote() for worker in late}
         answered = _finished(list(requests.values()), STACK_SECONDS)
         places: list[tuple[int, str]] = []
@@ -249,11 +281,11 @@ class RayWorkers:
                     begun, stack, dump = ray.get(requests[worker.rank])
                 except RayActorError as error:
                     return self._death(worker, error)
-            log.error("%s has not finished step %d\n%s", worker, oldest.step, dump.rstrip())
+            log.error("%s has not finished %s\n%s", worker, what, dump.rstrip())
             stack = stack or "it gives no stack: it is stopped, or holds Python's lock"
             places.append((begun, f"{worker}: {stack}"))
         place = min(places)[1] if places else "all workers have finished it"
-        took = f"step {oldest.step} took more than {self._step_timeout:g} s (option step_timeout)"
+        took = f"{what} took more than {self._step_timeout:g} s (option step_timeout)"
         return ExecutorError(f"{took}; {place}")
 
     def _fail(self, error: EngineError) -> NoReturn:

@@ -34,6 +34,12 @@ class ResultSender:
         """Take over a step that was begun after `wait_for_room`."""
         self._begun.put((step, pending))
 
+    def wait_until_idle(self) -> None:
+        """Wait until the results of all steps taken over are sent."""
+        for _ in range(MAX_STEPS_IN_FLIGHT):
+            self._room.acquire()
+        self._room.release(MAX_STEPS_IN_FLIGHT)
+
     def finish(self) -> None:
         """Wait until all results are sent."""
         self._begun.put(None)

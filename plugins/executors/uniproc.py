@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -10,7 +11,16 @@ import torch
 from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import EngineError, ExecutorError, StepFaultError
-from engine.core.executors import Deployment, Executor, Health, PendingResult
+from engine.core.executors import (
+    Deployment,
+    Executor,
+    Health,
+    PendingResult,
+    answer_call,
+    answer_values,
+    decode_call,
+    encode_call,
+)
 from engine.core.runner import Runner
 from engine.core.startup import Listener, Phases
 from engine.core.types import CacheInfo, Step
@@ -53,6 +63,20 @@ class UniprocExecutor(Executor):
             raise
         except Exception as error:  # torch's, out of memory included, and those of kernel compilers
             self._failure = f"step {step.id} failed on {self._device.torch_name}: {error}"
+            raise ExecutorError(self._failure) from error
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> list[Any]:
+        runner = self._running()
+        call = decode_call(encode_call(0, name, arguments))  # a copy of plain data, as in another process
+        try:
+            if self.asynchronous:
+                torch.cuda.synchronize(self._device.torch_name)
+            return answer_values([answer_call(runner, call)])
+        except ExecutorError as error:
+            self._failure = str(error)
+            raise
+        except RuntimeError as error:
+            self._failure = f"a step before {name} failed on {self._device.torch_name}: {error}"
             raise ExecutorError(self._failure) from error
 
     def check(self) -> Health:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from engine.core.executors import encode
+from engine.core.executors import Answer, encode
 from engine.core.shm import Ring, RingClosedError, RingWriter
 from engine.core.startup import Phases
 from engine.core.types import StepResult
@@ -67,6 +67,9 @@ class _RingLink:
         if self._results is not None:
             with suppress(RingClosedError):  # the executor has ended both rings
                 self._results.send(encode(result))
+
+    def send_answer(self, answer: Answer) -> None:
+        self._control.send(answer)
 
     def report(self, message: Progressed | Ready) -> None:
         self._control.send(message)

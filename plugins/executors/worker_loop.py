@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import evolve
 
-from engine.core.executors import MessageDecoder, PendingResult
+from engine.core.executors import CALL_BYTE, Answer, MessageDecoder, PendingResult, answer_call, decode_call
 from engine.core.gc_pauses import GcPauses
 from engine.core.shm import RingClosedError, RingTimeoutError
 from engine.core.startup import Phases, Progress
@@ -47,15 +47,24 @@ class StepRunner(Protocol):
     def launch(self, step: Step) -> PendingResult:
         """Begin a step."""
 
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Run a control operation."""
+
 
 class ExecutorLink(Protocol):
     """A worker's connection to its executor. `report` and `send_result` may be called from different threads."""
 
     def receive(self, timeout: float) -> bytes:
-        """Receive the next step. Raises RingTimeoutError after `timeout` seconds, RingClosedError after the last."""
+        """Receive the next step or control call, encoded.
+
+        Raises RingTimeoutError after `timeout` seconds, RingClosedError after the last.
+        """
 
     def send_result(self, result: StepResult) -> None:
         """Send a step's result. Called on every rank, although only the result of rank 0 is used."""
+
+    def send_answer(self, answer: Answer) -> None:
+        """Send the answer to a control call; the results of all steps before are sent."""
 
     def report(self, message: Progressed | Ready) -> None:
         """Report progress of the start."""
@@ -113,16 +122,30 @@ class WorkerLoop:
         while True:
             self._heartbeat.beat()
             try:
-                step = self._decoder.decode(self._link.receive(HEARTBEAT_SECONDS))
+                message = self._link.receive(HEARTBEAT_SECONDS)
             except RingTimeoutError:
                 continue
             except RingClosedError:
                 results.finish()
                 return
+            if message[0] == CALL_BYTE:
+                results.wait_until_idle()
+                self._answer(message)
+                continue
+            step = self._decoder.decode(message)
             results.wait_for_room()
             self.phase = f"step {step.id}"
             self._heartbeat.begin_step(step.id)
             results.add(step.id, self._runner.launch(step))
+
+    def _answer(self, message: bytes) -> None:
+        """Run a control call and send the answer. Raises ExecutorError if the device has failed."""
+        call = decode_call(message)
+        self.phase = f"the control call {call.name}"
+        self._heartbeat.begin_call()
+        self._link.send_answer(answer_call(self._runner, call))
+        self._heartbeat.finish_call()
+        self.phase = "its loop"
 
     def _send_result(self, step: int, pending: PendingResult) -> None:
         """Wait for a step and send its result. Every rank waits, so that every rank reports errors of its device."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from engine.core.errors import EngineError, ExecutorError
+from engine.core.executors import Answer
 from engine.core.startup import Listener
 from engine.core.types import CacheInfo
 from engine.plugins.executors.control_messages import Failed, Progressed, Ready
@@ -36,7 +37,7 @@ class Workers:
     ) -> None:
         """makers: each starts one worker; interrupt: called once, in the watching thread, when no step can run.
 
-        step_timeout: seconds after which the oldest in-flight step counts as hung.
+        step_timeout: seconds after which the oldest in-flight step, or a control call, counts as hung.
         """
         self.failure: EngineError | None = None
         """Why no step can run any more."""
@@ -45,6 +46,11 @@ class Workers:
         it."""
         self.workers: list[WorkerProcess] = []
         """By rank."""
+        self._call: tuple[str, float] | None = None
+        """Name of the control call in progress, and since when (time.monotonic())."""
+        self._answered: set[int] = set()
+        """Ranks that have answered it."""
+        self._answers: queue.SimpleQueue[tuple[int, Answer] | EngineError] = queue.SimpleQueue()
         self._makers = makers
         self._interrupt = interrupt
         self._step_timeout = step_timeout
@@ -74,6 +80,27 @@ class Workers:
                     raise error
         self._started = True
         return [caches[rank] for rank in sorted(caches)]
+
+    def wait_for_answers(self, number: int, name: str) -> list[Answer]:
+        """Wait until all workers have answered control call `number`; return their answers, by rank.
+
+        Raises ExecutorError if a worker has failed, or does not answer within the step timeout.
+        """
+        answers: dict[int, Answer] = {}
+        self._answered.clear()
+        self._call = name, time.monotonic()
+        try:
+            while len(answers) < len(self.workers):
+                match self._answers.get():
+                    case rank, Answer() as answer:
+                        if answer.number == number:  # otherwise of a call whose caller was interrupted
+                            answers[rank] = answer
+                            self._answered.add(rank)
+                    case EngineError() as error:
+                        raise ExecutorError(str(error)) from error
+        finally:
+            self._call = None
+        return [answers[rank] for rank in sorted(answers)]
 
     def stop(self) -> None:
         """Wait until all workers have exited, killing those that take too long.
@@ -128,7 +155,7 @@ class Workers:
                 self._fail(self._errors[0])
             if self._stop_by is not None and now >= self._stop_by:
                 self._kill()
-            self._check_hung_step(now)
+            self._check_hung(now)
         if self._errors:  # all workers have exited before the verdict
             self._fail(self._errors[0])
 
@@ -158,6 +185,8 @@ class Workers:
                 case Ready() | Progressed():
                     worker.phase = message.progress.phase if isinstance(message, Progressed) else ""
                     self._events.put((worker.rank, message))
+                case Answer():
+                    self._answers.put((worker.rank, message))
 
     def _record_error(self, error: EngineError) -> None:
         """Note a worker's error; the verdict comes later, because the exit of another worker may be its cause."""
@@ -170,23 +199,28 @@ class Workers:
         if self._stop_by is None and not any(str(worker) in str(error) for error in self._errors):
             self._fail(ExecutorError(worker.exit_status))
 
-    def _check_hung_step(self, now: float) -> None:
-        """Kill all workers if the oldest step has exceeded the timeout, and report where it hangs."""
-        oldest = self.oldest
-        if oldest is None or self.failure is not None or now - oldest[1] <= self._step_timeout:
+    def _check_hung(self, now: float) -> None:
+        """Kill all workers if the oldest step or a control call has exceeded the timeout, and report where it hangs."""
+        if self.failure is not None:
             return
-        number, _ = oldest
-        late = [worker for worker in self.workers if worker.alive and worker.heartbeat.finished < number]
+        oldest, call = self.oldest, self._call
+        alive = [worker for worker in self.workers if worker.alive]
+        if oldest is not None and now - oldest[1] > self._step_timeout:
+            number, what = oldest[0], f"step {oldest[0]}"
+            late = [worker for worker in alive if worker.heartbeat.finished < number]
+        elif oldest is None and call is not None and now - call[1] > self._step_timeout:
+            what = f"the control call {call[0]}"
+            late = [worker for worker in alive if worker.rank not in self._answered]
+        else:
+            return
         late.sort(key=lambda worker: worker.heartbeat.begun)  # a worker that has not begun keeps the others waiting
         for worker in late:
             worker.request_stack()
         stacks = [(worker, *worker.read_stack(now + STACK_SECONDS)) for worker in late]
         for worker, _, dump in stacks:
-            log.error("%s has not finished step %d\n%s", str(worker), number, dump.rstrip())
+            log.error("%s has not finished %s\n%s", str(worker), what, dump.rstrip())
         places = [f"{worker}: {stack}" for worker, stack, _ in stacks[:1]] or ["all workers have finished it"]
-        self._fail(
-            ExecutorError(f"step {number} took more than {self._step_timeout:g} s (option step_timeout); {places[0]}")
-        )
+        self._fail(ExecutorError(f"{what} took more than {self._step_timeout:g} s (option step_timeout); {places[0]}"))
 
     def _fail(self, error: EngineError) -> None:
         """Record why no step can run any more, wake all waiting callers and kill all workers."""
@@ -194,6 +228,7 @@ class Workers:
             self.failure = error
             self._interrupt(str(error))
             self._events.put(error)
+            self._answers.put(error)
         self._kill()
 
     def _kill(self) -> None:

@@ -23,6 +23,7 @@ from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaul
 from engine.core.executors import MessageDecoder, encode
 from engine.core.gc_pauses import GcPauses
 from engine.core.types import EngineStats, Output
+from engine.server.engine_process.control_calls import answer
 from engine.server.engine_process.output_routes import OutputRoutes
 from engine.server.engine_process.pending_requests import PendingRequests
 from engine.server.engine_process.prober import Prober
@@ -31,6 +32,7 @@ from engine.server.shared.messages import (
     SOCKET,
     Abort,
     Add,
+    Control,
     EngineLaunch,
     Failed,
     FrontEndExited,
@@ -227,6 +229,8 @@ def loop(
                         engine.abort(request)
                 case Probe():
                     prober.request_step()
+                case Control():
+                    channel.send(peer, Outputs([], [], [], [], answers=[answer(engine, message)]))
                 case FrontEndExited(name):
                     for request in routes.remove_front_end(name.encode()):
                         engine.abort(request)

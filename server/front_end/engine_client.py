@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from types import TracebackType
 
@@ -14,12 +15,13 @@ from attrs import define
 
 from engine.core.config import EngineConfig
 from engine.core.types import FINISH_ABORT, FINISH_ERROR, FINISH_STOP, Output, Request
+from engine.server.front_end.control_calls import ControlCalls
 from engine.server.front_end.engine_link import EngineLink
 from engine.server.front_end.errors import ApiError
 from engine.server.front_end.phase_times import MeasuredPhaseTimes, PhaseTimes
 from engine.server.front_end.routing import Router
 from engine.server.shared.messages import Abort, Add, EngineDown, Outputs, Started
-from engine.server.shared.metrics_table import MetricsTable
+from engine.server.shared.metrics_table import MetricsTable, ReplicaMetrics
 
 MAX_TOKENS = 2**15
 """Tokens of several prompts sent in one message, since the engine reads a message without a pause."""
@@ -144,9 +146,10 @@ class EngineClient:
         """By replica, the numbers of requests whose abort has not been sent."""
         self._context = zmq.Context()
         self.links = [
-            EngineLink(self._context, replica, self._deliver, self._notify_groups, self.phases)
-            for replica in range(limits.replicas)
+            EngineLink(self._context, replica, partial(self._deliver, metrics), self._notify_groups, self.phases)
+            for replica, metrics in enumerate(self.metrics.replicas)
         ]
+        self.control = ControlCalls(self.links)
         self.router = Router([0] * limits.replicas, config.cache.block_size)
 
     def connect(self, directory: str, name: str, started: Started) -> None:
@@ -156,6 +159,13 @@ class EngineClient:
         """
         self.links[started.replica].connect(directory, name, started)
         self.router.reset(started.replica, started.cache.reusable_indices if self._cache.prefix_caching else 0)
+
+    def forget_prefixes(self, replica: int) -> None:
+        """Note that the replica's prefix cache is empty. Other front ends notice by and by, from their own requests:
+        until then they may prefer the replica for a prefix that it must compute."""
+        started = self.links[replica].started
+        if started is not None:
+            self.router.reset(replica, started.cache.reusable_indices if self._cache.prefix_caching else 0)
 
     def submit(self, requests: Sequence[Request], choices: int = 1) -> RequestGroup:
         """Send `choices` choices of each request to the engine; their indices in the group follow in this order.
@@ -187,7 +197,7 @@ class EngineClient:
                 )
                 self._set_load(entry, placement.output_cost + (0 if choice else placement.prompt_cost))
                 self._open[first + choice] = entry
-        self.metrics.open_requests = len(self._open)
+            self.metrics.replicas[placement.replica].open_requests += choices
         for replica, indices in groupby(order, key=lambda index: placements[index].replica):
             for batch in _batches(requests, indices):
                 self.links[replica].send(Add(firsts[batch[0]], tuple(requests[index] for index in batch), choices))
@@ -203,10 +213,11 @@ class EngineClient:
             entry = self._open.get(number)
             if entry is not None:
                 self._remove(number, entry)
+                metrics = self.metrics.replicas[entry.replica]
                 if reason == FINISH_STOP:
-                    self.metrics.observe_finish(reason, None, time.monotonic() - entry.arrival)
+                    metrics.observe_finish(reason, None, time.monotonic() - entry.arrival)
                 else:
-                    self.metrics.count_finished(reason)
+                    metrics.count_finished(reason)
                 if not self._aborted:
                     asyncio.get_running_loop().call_soon(self._send_aborts)
                 self._aborted.setdefault(entry.replica, []).append(number)
@@ -218,6 +229,7 @@ class EngineClient:
     def mark_down(self, down: EngineDown) -> None:
         """Fail every group with a request on a replica whose engine process has exited."""
         self.links[down.replica].mark_down(down)
+        self.control.fail(down.replica, down.reason)
         groups = {entry.group for entry in self._open.values() if entry.replica == down.replica}
         self._fail(groups, self._engine_failed(down))
 
@@ -281,7 +293,7 @@ class EngineClient:
                 failed.setdefault(entry.replica, []).append(number)
                 self._remove(number, entry)
         for replica, numbers in failed.items():
-            self.metrics.count_finished(FINISH_ERROR, len(numbers))
+            self.metrics.replicas[replica].count_finished(FINISH_ERROR, len(numbers))
             if self.links[replica].down is None:
                 self.links[replica].send(Abort(tuple(numbers)))
         for group in groups:
@@ -289,12 +301,12 @@ class EngineClient:
 
     def _remove(self, number: int, entry: _OpenRequest) -> None:
         del self._open[number]
-        self.metrics.open_requests = len(self._open)
+        self.metrics.replicas[entry.replica].open_requests -= 1
         self._set_load(entry, 0)
 
     def _set_load(self, entry: _OpenRequest, load: int) -> None:
         """Set a request's load on its replica, tokens."""
-        self.metrics.loads[entry.replica] += load - entry.load
+        self.metrics.replicas[entry.replica].load += load - entry.load
         entry.load = load
 
     def _notify_groups(self) -> None:
@@ -303,8 +315,8 @@ class EngineClient:
         self._build_events(groups)
         self._write()
 
-    def _deliver(self, message: Outputs) -> None:
-        """Put each output into its group and update the metrics."""
+    def _deliver(self, metrics: ReplicaMetrics, message: Outputs) -> None:
+        """Put each output into its group and update the metrics; metrics: those of the replica that sent `message`."""
         now = time.monotonic()
         requests, tokens, at = self._open, message.tokens, 0
         add_updated = self._updated_groups.append
@@ -314,38 +326,35 @@ class EngineClient:
             entry = requests.get(number)
             if entry is not None:  # else it was aborted meanwhile
                 if (entry.last_token, count) != equal:
-                    self._observe_latency(now, *equal, num_equal)
+                    _observe_latency(metrics, now, *equal, num_equal)
                     num_equal, equal = 0, (entry.last_token, count)
                 num_equal += 1
                 entry.last_token = now
                 if entry.group.put(entry.index, tokens[at : at + count], None):
                     add_updated(entry.group)
             at += count
-        self._observe_latency(now, *equal, num_equal)
+        _observe_latency(metrics, now, *equal, num_equal)
         for packed in message.prompt_logprobs:
             entry = requests.get(packed.number)
             if entry is not None:
                 entry.group.prompt_logprobs[entry.index] = packed.slices
+        if message.answers:
+            self.control.resolve(message.answers)
         for number, output in message.full:
-            self._deliver_full(number, output, now)
+            self._deliver_full(metrics, number, output, now)
 
-    def _observe_latency(self, now: float, last_token: float, count: int, num_requests: int) -> None:
-        """Observe that `num_requests` requests got `count` tokens each, `now` after the latest ones at `last_token`."""
-        if num_requests:
-            self.metrics.inter_token_latency.observe((now - last_token) / count, count * num_requests)
-
-    def _deliver_full(self, number: int, output: Output, now: float) -> None:
+    def _deliver_full(self, metrics: ReplicaMetrics, number: int, output: Output, now: float) -> None:
         entry = self._open.get(number)
         if entry is None:
             return
         if output.tokens:
             since = entry.last_token if entry.has_tokens else entry.arrival
-            self.metrics.observe_tokens(now - since, len(output.tokens), not entry.has_tokens)
+            metrics.observe_tokens(now - since, len(output.tokens), not entry.has_tokens)
             entry.last_token, entry.has_tokens = now, True
             self._set_load(entry, entry.output_cost)
         if output.finish_reason is not None:
             self._remove(number, entry)
-            self.metrics.observe_finish(output.finish_reason, output.times, now - entry.arrival)
+            metrics.observe_finish(output.finish_reason, output.times, now - entry.arrival)
         if entry.group.put(entry.index, output.tokens, output):
             self._updated_groups.append(entry.group)
 
@@ -354,6 +363,12 @@ def _notify(groups: Iterable[RequestGroup]) -> None:
     """Notify groups, whose listeners build events."""
     for group in groups:
         group.notify()
+
+
+def _observe_latency(metrics: ReplicaMetrics, now: float, last_token: float, count: int, num_requests: int) -> None:
+    """Observe that `num_requests` requests got `count` tokens each, `now` after the latest ones at `last_token`."""
+    if num_requests:
+        metrics.inter_token_latency.observe((now - last_token) / count, count * num_requests)
 
 
 def _batches(requests: Sequence[Request], indices: Iterable[int]) -> Iterator[list[int]]:

@@ -18,6 +18,9 @@ from engine.server.shared.api_keys import ApiKeys
 PUBLIC = frozenset({"/health", "/ping"})
 """Paths that never need an API key."""
 
+ADMIN = frozenset({"/reset_prefix_cache"})
+"""Paths that need an admin key, which opens nothing else, instead of an API key."""
+
 
 class AccessControl:
     """Middleware that refuses requests before they reach a route, and counts those being answered."""
@@ -31,6 +34,7 @@ class AccessControl:
         self._limits = limits
         self._service = service
         self._keys = keys
+        self._admin_keys = ApiKeys(service.limits.admin_api_key)
         self._hosts = AllowedHosts(service.limits, has_keys=len(keys) > 0)
         self._origins = service.limits.allowed_origins
 
@@ -45,7 +49,7 @@ class AccessControl:
             try:
                 key = self._check(scope)
                 if scope["method"] == "POST":
-                    if scope["path"] not in self._public:
+                    if scope["path"] not in self._public and scope["path"] not in ADMIN:
                         stack.enter_context(self._limits.admit(max(0, key - 1)))
                     stack.enter_context(self._service.answering())
             except ApiError as refusal:
@@ -66,7 +70,9 @@ class AccessControl:
                 code="cross_site",
             )
         key = 0
-        if self._keys and scope["path"] not in self._public:
+        if scope["path"] in ADMIN:
+            self._check_admin_key(scope["path"], headers)
+        elif self._keys and scope["path"] not in self._public:
             key = scope["state"]["key"] = self._check_key(headers)
         if self._service.draining and posted:
             raise ApiError(
@@ -89,12 +95,27 @@ class AccessControl:
                 code="host_not_allowed",
             )
 
+    def _check_admin_key(self, path: str, headers: Headers) -> None:
+        """Raise ApiError unless administration is on and the client has sent an admin key."""
+        if not self._admin_keys:
+            raise ApiError(
+                403,
+                f"administration is off, so {path} cannot be used; start the server with --admin-api-key or the "
+                "environment variable ENGINE_ADMIN_API_KEY, and send that key",
+                code="admin_off",
+            )
+        if _key_number(self._admin_keys, headers) is None:
+            raise ApiError(
+                401,
+                f"{path} needs an admin key (server.admin_api_key), which other API keys are not; send the header "
+                "`Authorization: Bearer KEY` or `x-api-key: KEY`",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
     def _check_key(self, headers: Headers) -> int:
-        """The number of the client's API key, which either of two headers has. Raises ApiError."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        number = self._keys.number(key.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
-        if number is None:
-            number = self._keys.number(headers.get("x-api-key", "").strip().encode("latin-1"))
+        """The number of the client's API key. Raises ApiError."""
+        number = _key_number(self._keys, headers)
         if number is None:
             raise ApiError(
                 401,
@@ -103,3 +124,10 @@ class AccessControl:
                 headers={"www-authenticate": "Bearer"},
             )
         return number
+
+
+def _key_number(keys: ApiKeys, headers: Headers) -> int | None:
+    """The number of the key that the client has sent, in either of two headers; None if there is none of `keys`."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    number = keys.number(key.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
+    return keys.number(headers.get("x-api-key", "").strip().encode("latin-1")) if number is None else number

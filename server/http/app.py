@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from engine.core.errors import InvalidRequestError
 from engine.core.plugin_host import Plugins
 from engine.server.front_end.errors import ApiError, excerpt
-from engine.server.http import chat, completions, openapi, status, tokenize
+from engine.server.http import admin, chat, completions, openapi, status, tokenize
 from engine.server.http.access import PUBLIC, AccessControl
 from engine.server.http.errors import error_response, json_response
 from engine.server.http.limits import RequestLimits
@@ -37,7 +37,7 @@ def make_app(
     routes. warn: whether to log a warning for each plugin that fails to.
     """
     app = FastAPI(title="engine", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    for module in (completions, chat, tokenize, status):
+    for module in (completions, chat, tokenize, status, admin):
         app.include_router(module.routes(service))
     public = PUBLIC
     if service.limits.page:

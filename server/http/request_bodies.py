@@ -143,6 +143,12 @@ async def read(request: Request, kind: type[T], limits: ServerConfig) -> T:
     return decode(body, kind)
 
 
+async def read_optional(request: Request, kind: type[T], limits: ServerConfig) -> T:
+    """As `read`; an empty body is one without parameters."""
+    body = await _body(request, min(limits.max_body_bytes, _SMALL_BODY))
+    return decode(body or b"{}", kind)
+
+
 async def check_values(body: bytes, max_values: int) -> None:
     """Raise ApiError with status 413 if decoding the JSON `body` would take long, because of many small values.
 

@@ -24,8 +24,8 @@ from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http.call_arguments import with_arguments
 from engine.server.http.errors import ErrorBody, invalid
 from engine.server.http.messages import Message, template_message
-from engine.server.http.prometheus import EngineReport
 from engine.server.http.text_threads import TextThreads
+from engine.server.metrics.replica_report import EngineReport
 from engine.server.shared.heartbeat import Fault
 from engine.server.shared.messages import Probe, Started
 from engine.server.shared.metrics_table import FrontEndPhase
@@ -118,6 +118,7 @@ class Service:
                 stats=link.stats,
                 startup=link.started.cache.phases if link.started is not None else (),
                 restarts=link.incarnation,
+                cache=link.started.cache if link.started is not None else None,
             )
             for link in self.client.links
         ]

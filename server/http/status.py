@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 import engine
@@ -15,12 +14,19 @@ from engine.server.http.errors import READ, invalid, json_response
 from engine.server.http.health_report import State, report
 from engine.server.http.prometheus import PrometheusExporter
 from engine.server.http.service import Service
+from engine.server.metrics.exposition import CONTENT_TYPE
 
 
 def routes(service: Service) -> APIRouter:
     """The routes of this module."""
     router = APIRouter()
-    exporter = PrometheusExporter(service.client.metrics_table, service.engine_reports)
+    exporter = PrometheusExporter(
+        service.client.metrics_table,
+        service.engine_reports,
+        model_name=service.name,
+        max_len=service.max_len,
+        names=service.limits.metrics_names,
+    )
 
     @router.api_route("/v1/models", methods=READ, response_model=None)
     async def models() -> Response:
@@ -54,7 +60,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.api_route("/metrics", methods=READ, response_model=None)
     async def metrics() -> Response:
-        return Response(exporter.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(exporter.text(), media_type=CONTENT_TYPE)
 
     return router
 

@@ -14,6 +14,7 @@
     Outputs         engine process  front end         after each step with outputs for this front end
     Abort           front end       engine process    client disconnected, stop string found, or draining timed out
     Probe           front end       engine process    GET /health?deep=1
+    Control         front end       engine process    a route of administration; answered in an Outputs
     Drain           supervisor      front ends        the server has received SIGTERM or SIGINT
     Drained         front end       supervisor        the last request has been answered or has run out of time
     Shutdown        supervisor      all processes     everything is drained
@@ -24,6 +25,8 @@ receives the latest Started and EngineDown of each replica. New statistics go to
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -178,7 +181,28 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
     """Compute a step; the heartbeat (heartbeat.py) shows when one has completed."""
 
 
+class Control(msgspec.Struct, frozen=True, tag="control"):
+    """Run a control call (engine_process/control_calls.py)."""
+
+    number: int
+    """The answer repeats it."""
+    name: str
+    arguments: dict[str, Any]
+
+
 # --- engine process to front end ---
+
+
+class ControlAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to a Control."""
+
+    number: int
+    value: Any = None
+    """Plain data."""
+    error: str = ""
+    """Why the call was refused or failed, in a sentence; empty if it was not."""
+    busy: bool = False
+    """With `error`: whether the reason is another call in progress."""
 
 
 class Outputs(msgspec.Struct, frozen=True, array_like=True):
@@ -200,6 +224,8 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True):
     """Set in the last message before the engine goes idle, and a few times per second while the engine is busy."""
     prompt_logprobs: list[PackedLogprobs] = []
     """Those of the outputs in `full`, in which they are left out."""
+    answers: list[ControlAnswer] = []
+    """Answers to control calls of this front end."""
 
 
 EngineEvent = Started | EngineDown
@@ -209,4 +235,4 @@ SupervisorToEngine = FrontEndExited | Shutdown
 EngineToSupervisor = Started | Failed
 SupervisorToFrontEnd = Started | EngineDown | Drain | Shutdown
 FrontEndToSupervisor = Ready | Drained | Failed
-FrontEndToEngine = Hello | Add | Abort | Probe
+FrontEndToEngine = Hello | Add | Abort | Probe | Control

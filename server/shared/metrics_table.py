@@ -1,7 +1,7 @@
 """The metrics table: counters and histograms of all front ends, in a file that all of them map.
 
 Each front end writes its own row and reads all rows, so any front end can answer /metrics for the whole server. A row
-outlives the process that wrote it.
+outlives the process that wrote it. Within a row, each replica has a part of its own for the requests that went to it.
 """
 
 from __future__ import annotations
@@ -9,18 +9,23 @@ from __future__ import annotations
 import mmap
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
 from engine.core.gc_pauses import GcPauses
-from engine.core.types import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, RequestTimes
+from engine.core.types import (
+    FINISH_ABORT,
+    FINISH_ERROR,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    FinishReason,
+    HistogramCounts,
+    RequestTimes,
+)
+from engine.server.metrics import buckets
 
-SHORT_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
-LONG_BOUNDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-"""Upper bounds of histogram buckets, seconds."""
-
-FINISH_REASONS = (FINISH_STOP, FINISH_LENGTH, FINISH_ABORT, FINISH_ERROR)
+FINISH_REASONS: tuple[FinishReason, ...] = (FINISH_STOP, FINISH_LENGTH, FINISH_ABORT, FINISH_ERROR)
 
 DropReason = Literal["lost", "refused", "evicted", "invalid", "header_timeout", "body_timeout", "write_timeout"]
 """Why a front end drops a connection.
@@ -40,79 +45,135 @@ deliver: receiving the engine's messages; detokenize: from tokens to text and ev
 """
 FRONT_END_PHASES: tuple[FrontEndPhase, ...] = get_args(FrontEndPhase)
 
+HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
+    "time_to_first_token_seconds": buckets.FIRST_TOKEN_SECONDS,
+    "inter_token_latency_seconds": buckets.TOKEN_SECONDS,
+    "request_queue_time_seconds": buckets.REQUEST_SECONDS,
+    "e2e_request_latency_seconds": buckets.REQUEST_SECONDS,
+}
+"""Name of each histogram of requests -> its bucket bounds."""
+
 HEARTBEAT_INTERVAL = 0.5
 """Seconds between two heartbeats of a front end."""
-OPEN_REQUESTS, CLOSED_CONNECTIONS, CONNECTIONS, HEARTBEATS, NUM_SINGLE = range(5)
+CLOSED_CONNECTIONS, CONNECTIONS, HEARTBEATS, NUM_SINGLE = range(4)
 """Cells of a row that hold one number, and their number."""
+LOAD, OPEN_REQUESTS, NUM_SINGLE_OF_REPLICA = range(3)
+"""Cells of a replica's part that hold one number, and their number."""
 
 
 class Histogram:
-    """Counts durations in buckets; cheap enough to update once per token."""
+    """Counts values in buckets; cheap enough to update once per token."""
 
     def __init__(self, bounds: tuple[float, ...], cells: memoryview[float]) -> None:
         """cells: one count per bound, one count beyond the last bound, and the sum."""
         self._bounds = bounds
         self._cells = cells
 
-    def observe(self, seconds: float, count: int = 1) -> None:
-        """Count a duration `count` times."""
-        self._cells[bisect_left(self._bounds, seconds)] += count
-        self._cells[-1] += seconds * count
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count a value `count` times."""
+        self._cells[bisect_left(self._bounds, value)] += count
+        self._cells[-1] += value * count
 
-    def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, number of durations up to that bound) of each bucket, as Prometheus expects."""
-        total = 0.0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._cells[:-1], strict=True):
-            total += count
-            buckets.append((bound, total))
-        return buckets
-
-    @property
-    def sum(self) -> float:
-        """Sum of all durations, seconds."""
-        return self._cells[-1]
+    def snapshot(self) -> HistogramCounts:
+        """The counts and the sum of the values."""
+        return HistogramCounts(tuple(map(int, self._cells[:-1])), self._cells[-1])
 
 
-class FrontEndMetrics:
-    """One row of the metrics table: what one front end counts and measures.
+class ReplicaMetrics:
+    """What one front end counts of the requests it sent to one replica.
 
     The engine's own numbers come as EngineStats from the engine processes.
     """
 
-    SIZE = NUM_SINGLE + len(FINISH_REASONS) + len(DROP_REASONS) + 3 * (len(LONG_BOUNDS) + 2) + len(SHORT_BOUNDS) + 2
-    SIZE += len(FRONT_END_PHASES) + GcPauses.SIZE
-    """Numbers in a row, without `loads`, which adds one per replica."""
+    SIZE = NUM_SINGLE_OF_REPLICA + len(FINISH_REASONS) + sum(len(bounds) + 2 for bounds in HISTOGRAMS.values())
+    """Numbers in a replica's part."""
 
     def __init__(self, cells: memoryview[float]) -> None:
-        """cells: the row, `SIZE` numbers and one per replica."""
+        """cells: `SIZE` numbers."""
         self._cells = cells
-        self.loads = cells[self.SIZE :]
-        """This front end's load on each replica, tokens (server/front_end/routing.py)."""
-        at = NUM_SINGLE
-        self._finished = cells[at : at + len(FINISH_REASONS)]
-        at += len(FINISH_REASONS)
-        self._dropped = cells[at : at + len(DROP_REASONS)]
-        at += len(DROP_REASONS)
-        histograms = []
-        for bounds in (LONG_BOUNDS, LONG_BOUNDS, LONG_BOUNDS, SHORT_BOUNDS):
-            histograms.append(Histogram(bounds, cells[at : at + len(bounds) + 2]))
-            at += len(bounds) + 2
-        self.time_to_first_token, self.queue_time, self.request_latency, self.inter_token_latency = histograms
-        self.phase_cells = cells[at : at + len(FRONT_END_PHASES)]
-        """CPU seconds of each of FRONT_END_PHASES; all 0 unless server.phase_times."""
-        at += len(FRONT_END_PHASES)
-        self.gc_pauses = GcPauses(cells[at : at + GcPauses.SIZE])
-        """Garbage collections of the front end."""
+        at = _Cells(cells, NUM_SINGLE_OF_REPLICA)
+        self._finished = at.take(len(FINISH_REASONS))
+        self.histograms = {name: Histogram(bounds, at.take(len(bounds) + 2)) for name, bounds in HISTOGRAMS.items()}
+        self.inter_token_latency = self.histograms["inter_token_latency_seconds"]
+
+    @property
+    def load(self) -> float:
+        """This front end's load on the replica, tokens (server/front_end/routing.py)."""
+        return self._cells[LOAD]
+
+    @load.setter
+    def load(self, tokens: float) -> None:
+        self._cells[LOAD] = tokens
 
     @property
     def open_requests(self) -> int:
-        """Number of requests sent to the engine that have not ended."""
+        """Number of requests sent to the replica that have not ended."""
         return int(self._cells[OPEN_REQUESTS])
 
     @open_requests.setter
     def open_requests(self, count: int) -> None:
         self._cells[OPEN_REQUESTS] = count
+
+    @property
+    def finished(self) -> dict[str, int]:
+        """Number of ended requests by finish reason."""
+        return _by_name(FINISH_REASONS, self._finished)
+
+    def count_finished(self, reason: str, count: int = 1) -> None:
+        """Count ended requests; reason: one of FINISH_REASONS."""
+        self._finished[FINISH_REASONS.index(reason)] += count
+
+    def observe_tokens(self, seconds: float, count: int, first: bool) -> None:
+        """Observe `count` tokens of a request that came `seconds` after its previous ones; first: after its arrival."""
+        if first:
+            self.histograms["time_to_first_token_seconds"].observe(seconds)
+        else:
+            self.inter_token_latency.observe(seconds / count, count)
+
+    def observe_finish(self, reason: str, times: RequestTimes | None, seconds: float) -> None:
+        """Count a request that finished `seconds` after its arrival."""
+        self.count_finished(reason)
+        self.histograms["e2e_request_latency_seconds"].observe(seconds)
+        if times is not None:
+            self.histograms["request_queue_time_seconds"].observe(max(0.0, times.scheduled - times.arrival))
+
+    def abort_open_requests(self) -> None:
+        """Count the open requests as aborted."""
+        self.count_finished(FINISH_ABORT, self.open_requests)
+        self.open_requests = 0
+        self.load = 0.0
+
+
+class FrontEndMetrics:
+    """One row of the metrics table: what one front end counts and measures."""
+
+    _SIZE = NUM_SINGLE + len(DROP_REASONS) + len(FRONT_END_PHASES) + GcPauses.SIZE
+
+    def __init__(self, cells: memoryview[float]) -> None:
+        """cells: the row, `size` numbers."""
+        self._cells = cells
+        at = _Cells(cells, NUM_SINGLE)
+        self._dropped = at.take(len(DROP_REASONS))
+        self.phase_cells = at.take(len(FRONT_END_PHASES))
+        """CPU seconds of each of FRONT_END_PHASES; all 0 unless server.phase_times."""
+        self.gc_pauses = GcPauses(at.take(GcPauses.SIZE))
+        """Garbage collections of the front end."""
+        self.replicas = [ReplicaMetrics(part) for part in at.parts(ReplicaMetrics.SIZE)]
+
+    @classmethod
+    def size(cls, replicas: int) -> int:
+        """Numbers in a row."""
+        return cls._SIZE + ReplicaMetrics.SIZE * replicas
+
+    @property
+    def open_requests(self) -> int:
+        """Number of requests sent to the engines that have not ended."""
+        return sum(replica.open_requests for replica in self.replicas)
+
+    @property
+    def finished(self) -> dict[str, int]:
+        """Number of ended requests by finish reason, of all replicas."""
+        return {reason: sum(replica.finished[reason] for replica in self.replicas) for reason in FINISH_REASONS}
 
     @property
     def connections(self) -> int:
@@ -135,7 +196,7 @@ class FrontEndMetrics:
     @property
     def dropped(self) -> dict[str, int]:
         """Number of dropped connections by reason."""
-        return {reason: int(count) for reason, count in zip(DROP_REASONS, self._dropped, strict=True)}
+        return _by_name(DROP_REASONS, self._dropped)
 
     def count_dropped(self, reason: DropReason, count: int = 1) -> None:
         """Count dropped connections."""
@@ -150,36 +211,11 @@ class FrontEndMetrics:
         """Record that the event loop runs."""
         self._cells[HEARTBEATS] += 1
 
-    @property
-    def finished(self) -> dict[str, int]:
-        """Number of ended requests by finish reason."""
-        return {reason: int(count) for reason, count in zip(FINISH_REASONS, self._finished, strict=True)}
-
-    def count_finished(self, reason: str, count: int = 1) -> None:
-        """Count ended requests; reason: one of FINISH_REASONS."""
-        self._finished[FINISH_REASONS.index(reason)] += count
-
-    def observe_tokens(self, seconds: float, count: int, first: bool) -> None:
-        """Observe `count` tokens of a request that came `seconds` after its previous ones; first: after its arrival."""
-        if first:
-            self.time_to_first_token.observe(seconds)
-        else:
-            self.inter_token_latency.observe(seconds / count, count)
-
-    def observe_finish(self, reason: str, times: RequestTimes | None, seconds: float) -> None:
-        """Count a request that finished `seconds` after its arrival."""
-        self.count_finished(reason)
-        self.request_latency.observe(seconds)
-        if times is not None:
-            self.queue_time.observe(max(0.0, times.scheduled - times.arrival))
-
     def abort_open_requests(self) -> None:
         """Count the open requests as aborted, and clear the gauges; for the row of a front end that has exited."""
         self.connections = 0
-        self.count_finished(FINISH_ABORT, self.open_requests)
-        self.open_requests = 0
-        for replica in range(len(self.loads)):
-            self.loads[replica] = 0.0
+        for replica in self.replicas:
+            replica.abort_open_requests()
 
 
 class MetricsTable:
@@ -193,7 +229,7 @@ class MetricsTable:
     @classmethod
     def map(cls, file: Path, num_rows: int, replicas: int, *, create: bool = False) -> MetricsTable:
         """Map the table in `file`; create: make the file first."""
-        size = FrontEndMetrics.SIZE + replicas
+        size = FrontEndMetrics.size(replicas)
         if create:
             file.write_bytes(bytes(8 * size * num_rows))
         with file.open("r+b") as opened:
@@ -208,8 +244,32 @@ class MetricsTable:
     @property
     def loads(self) -> list[float]:
         """Load of each replica, tokens, of all front ends."""
-        return [sum(loads) for loads in zip(*(row.loads for row in self.rows), strict=True)]
+        return [
+            sum(replica.load for replica in parts) for parts in zip(*(row.replicas for row in self.rows), strict=True)
+        ]
 
     def total(self) -> FrontEndMetrics:
         """A snapshot of the sum of all rows."""
         return FrontEndMetrics(memoryview(array("d", map(sum, zip(*self._cells, strict=True)))))
+
+
+class _Cells:
+    """Divides a row into parts, from a position on."""
+
+    def __init__(self, cells: memoryview[float], start: int) -> None:
+        self._cells = cells
+        self._at = start
+
+    def take(self, count: int) -> memoryview[float]:
+        """The next `count` numbers."""
+        self._at += count
+        return self._cells[self._at - count : self._at]
+
+    def parts(self, size: int) -> Iterator[memoryview[float]]:
+        """All that is left, in parts of `size` numbers."""
+        while self._at < len(self._cells):
+            yield self.take(size)
+
+
+def _by_name(names: Sequence[str], cells: memoryview[float]) -> dict[str, int]:
+    return {name: int(count) for name, count in zip(names, cells, strict=True)}

@@ -116,8 +116,10 @@ def test_errors_in_a_file_name_file_key_and_fix(run: Any, tmp_path: Path, text: 
 
 def test_keys_come_from_the_environment_unless_an_option_gives_them(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINE_API_KEY", "hush-hush, hush")
-    shown = json.loads(run("config", "show", "--json").stdout)["server.api_key"]
-    assert shown == {"value": "(set, not shown)", "origin": "ENGINE_API_KEY"}
+    monkeypatch.setenv("ENGINE_ADMIN_API_KEY", "quiet")
+    settings = json.loads(run("config", "show", "--json").stdout)
+    assert settings["server.api_key"] == {"value": "(set, not shown)", "origin": "ENGINE_API_KEY"}
+    assert settings["server.admin_api_key"] == {"value": "(set, not shown)", "origin": "ENGINE_ADMIN_API_KEY"}
     shown = json.loads(run("config", "show", "--json", "--api-key", "a").stdout)["server.api_key"]
     assert shown == {"value": "(set, not shown)", "origin": "--api-key"}
 

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from engine.core import Engine, Request, SamplingParams, engine as engine_module
-from engine.core.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError, PluginError
+from engine.core.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    ControlError,
+    ExecutorError,
+    InvalidRequestError,
+    PluginError,
+)
 from engine.core.sampling import prompt_logprobs
 from engine.core.sampling.token_counts import TokenCounts
 from engine.core.schedulers.policy import RequestView, SchedulingPolicy
@@ -19,6 +27,7 @@ from engine.core.startup import Progress
 from engine.core.types import Output
 from engine.plugins.executors.uniproc import UniprocExecutor
 from engine.testing.checkpoints import make_checkpoint
+from engine.testing.ranks import threaded_ranks
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(6)]
@@ -314,6 +323,42 @@ def test_stop_strings_end_the_text(shared: Engine) -> None:
     assert stopped.text == whole[: whole.index(stop)]
     assert stopped.finish_reason == "stop"
     assert shared.stats().blocks_used == 0
+
+
+def test_call_keeps_the_results_of_steps_in_flight(checkpoint: Path, expected: list[tuple[int, ...]]) -> None:
+    with build(checkpoint, scheduler__overlap="on") as engine:
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(Request(id=str(number), prompt=tuple(prompt), params=GREEDY))
+        tokens: dict[str, tuple[int, ...]] = {}
+        while engine.has_work:
+            for output in engine.step():
+                tokens[output.request] = tokens.get(output.request, ()) + output.tokens
+            (answer,) = engine.call("describe")
+            assert set(answer["sequences"]) <= set(range(1, 20))
+        assert [tokens[str(number)] for number in range(len(PROMPTS))] == expected
+        with pytest.raises(ControlError, match="of GPU memory only"):
+            engine.call("memory_snapshot", {"directory": "somewhere"})
+        assert engine.check().ok
+    with pytest.raises(ExecutorError, match="is closed"):
+        engine.call("describe")
+
+
+def test_call_is_refused_by_an_executor_without_control_calls(checkpoint: Path) -> None:
+    with build(checkpoint, executor=threaded_ranks(1)) as engine:
+        with pytest.raises(ControlError, match="cannot run describe: this executor has no control calls"):
+            engine.call("describe")
+        assert len(engine.generate(PROMPTS[:1], GREEDY)) == 1
+
+
+def test_reset_prefix_cache_frees_the_cached_blocks(checkpoint: Path) -> None:
+    with build(checkpoint) as engine:
+        engine.generate(PROMPTS, GREEDY)
+        cached = engine.stats().blocks_cached
+        assert engine.reset_prefix_cache() == cached > 0
+        engine.generate(PROMPTS, GREEDY)
+        assert engine.stats().prefix_hits == 0
+    with pytest.raises(ExecutorError, match="is closed"):
+        engine.reset_prefix_cache()
 
 
 def test_close_is_final_and_may_be_repeated(checkpoint: Path) -> None:

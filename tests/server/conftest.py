@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import ssl
 import subprocess
@@ -79,11 +80,20 @@ class RunningServer:
                 came += more
             yield
 
-    def metrics(self) -> dict[str, float]:
-        """The samples of /metrics; keys are names with labels, as in the text."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
-        pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-        return {name: float(value) for name, _, value in pairs}
+    def metrics(self, get: Callable[..., httpx.Response] = httpx.get, **options: Any) -> dict[str, float]:
+        """The samples of /metrics, of each replica and summed over all; get: the function that asks for them.
+
+        Keys are names with labels, as in the text, but for the model's name.
+        """
+        lines = get(f"{self.url}/metrics", timeout=30, **options).text.splitlines()
+        found: dict[str, float] = {}
+        for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#")):
+            of_replica = re.sub(r'model_name="[^"]*",?', "", name).replace("{}", "")
+            total = re.sub(r',?replica="\d+"', "", of_replica).replace("{,", "{").replace("{}", "")
+            found[total] = found.get(total, 0.0) + float(value)
+            if total != of_replica:
+                found[of_replica] = float(value)
+        return found
 
     def until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
         """Wait until `condition` holds; fail after `seconds`. A connection that breaks counts as not yet."""

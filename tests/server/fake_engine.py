@@ -3,6 +3,7 @@
 executor.options of the configuration set its behaviour:
     delay: seconds per step; die_after: steps until the process kills itself; raise_after: steps until a step fails;
     start_error: fail at start with this sentence; exit: exit at start with this code; stuck: no step completes;
+    busy: control calls are refused, since one is in progress;
     silent_rank: rank of a worker whose loop iterated at the engine's start only;
     at_start: path of a file that controls the start: wait while the file exists, or fail if it contains "refuse";
     hold: path of a file; while the file exists, a request gets its first token and no other;
@@ -29,7 +30,7 @@ from typing import Any
 from attrs import define, evolve
 
 from engine.core.config.tree import EngineConfig
-from engine.core.errors import CapacityError, ConfigError, ExecutorError, InvalidRequestError
+from engine.core.errors import CapacityError, ConfigError, ControlBusyError, ExecutorError, InvalidRequestError
 from engine.core.executors.base import Health
 from engine.core.plugin_host.selection import ChosenPlugin
 from engine.core.types import CacheInfo, EngineStats, Output, Request, RequestTimes, SamplingParams, TokenLogprobs
@@ -84,6 +85,7 @@ class FakeEngine:
             subprocess.Popen([sys.executable, "-c", HELPER])
         self._hold = Path(options["hold"]) if "hold" in options else None
         self._stuck = options.get("stuck", False)
+        self._busy = options.get("busy", False)
         self._silent_rank = options.get("silent_rank")
         self._answers = Path(options["answers"]) if "answers" in options else None
         self._started = time.monotonic()
@@ -179,6 +181,11 @@ class FakeEngine:
             cached_tokens=2 if len(request.prompt) > 2 else 0,
             times=times,
         )
+
+    def reset_prefix_cache(self) -> int:
+        if self._busy:
+            raise ControlBusyError("another reset is in progress")
+        return 7
 
     def stats(self) -> EngineStats:
         used = len(self._sequences)

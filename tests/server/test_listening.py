@@ -65,9 +65,9 @@ def test_a_client_that_leaves_a_tls_server_frees_its_requests(
         trust = ssl.create_default_context(cafile=str(public))
         with httpx.Client(base_url=server.url, verify=trust) as http:
             with server.asked(COMPLETION | {"prompt": gate.prompt}, trust):
-                server.until(lambda: "engine_num_requests_running 1.0" in http.get("/metrics").text)
-            aborted = 'engine_requests_finished_total{finish_reason="abort"} 1.0'
-            server.until(lambda: aborted in http.get("/metrics").text)
+                server.until(lambda: server.metrics(http.get)["engine_num_requests_running"] == 1)
+            aborted = 'engine_requests_finished_total{finish_reason="abort"}'
+            server.until(lambda: server.metrics(http.get)[aborted] == 1)
 
 
 @needs_openssl
@@ -80,9 +80,9 @@ def test_connections_that_never_begin_tls_make_room(serve_fake: Serve, certifica
                 silent.enter_context(socket.create_connection(address))
             with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=str(public))) as http:
                 server.until(lambda: http.get("/health").status_code == 200)  # refused before the others are old
-                metrics = http.get("/metrics").text
-        assert 'engine_connections_dropped_total{reason="evicted"} 1.0' in metrics
-        assert "engine_connections 3.0" in metrics
+                metrics = server.metrics(http.get)
+        assert metrics['engine_connections_dropped_total{reason="evicted"}'] == 1
+        assert metrics["engine_connections"] == 3
         assert server.stop() == 0
         assert all("refused connections: " in line for line in server.errors.splitlines())
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 from engine.core.errors import EngineError, ExecutorError
 from engine.core.executors.base import Executor, Health
+from engine.core.executors.control import answer_call, answer_values, decode_call, encode_call
 from engine.core.startup import Phases
 from engine.core.types import TokenLogprobs
 from engine.testing import executors, leftovers
@@ -83,6 +84,70 @@ class Threaded(Executor):
 
 class TestThreaded(ExecutorConformance):
     executor = Threaded
+
+
+class Controlled(Threaded):
+    """Has control calls."""
+
+    def call(self, name: Any, arguments: Any) -> Any:
+        if self.thread is None:
+            raise ExecutorError("it is shut down")
+        call = decode_call(encode_call(0, name, arguments))
+        return answer_values([self.thread.submit(answer_call, self.runner, call).result()])
+
+
+class TestControlled(ExecutorConformance):
+    executor = Controlled
+
+
+class Overtaking(Controlled):
+    """Runs a call before the steps in flight."""
+
+    def submit(self, step: Any) -> Any:
+        if step.id < 4 or self.thread is None:
+            return super().submit(step)
+        self.held = [*getattr(self, "held", ()), (step, Future[Any]())]
+        return self.held[-1][1]
+
+    def call(self, name: Any, arguments: Any) -> Any:
+        answers = super().call(name, arguments)
+        for step, future in getattr(self, "held", ()):
+            future.set_result(super().submit(step).result())
+        return answers
+
+
+class Mute(Controlled):
+    """Answers for no rank."""
+
+    def call(self, name: Any, arguments: Any) -> Any:
+        return super().call(name, arguments)[1:]
+
+
+class Credulous(Controlled):
+    """Answers to any call."""
+
+    def call(self, name: Any, arguments: Any) -> Any:
+        return super().call("describe", {})
+
+
+class Fragile(Controlled):
+    """Is unwell once a call is refused."""
+
+    def call(self, name: Any, arguments: Any) -> Any:
+        try:
+            return super().call(name, arguments)
+        except EngineError as error:
+            self.failure = str(error)
+            raise
+
+
+class Reviving(Controlled):
+    """Answers after its end."""
+
+    def call(self, name: Any, arguments: Any) -> Any:
+        if self.thread is not None:
+            return super().call(name, arguments)
+        return answer_values([answer_call(self.runner, decode_call(encode_call(0, name, arguments)))])
 
 
 class Changed(Threaded):
@@ -369,6 +434,11 @@ FAULTS: list[tuple[type[Executor], str, str]] = [
     (Mumbling, "test_a_step_that_fails", "does not say what went wrong: a step failed"),
     (Optimistic, "test_a_step_that_fails", "finds nothing wrong after a step has failed"),
     (Wordless, "test_a_step_that_fails", "does not say what is wrong"),
+    (Overtaking, "test_control_calls", "the steps before have not run on rank 0"),
+    (Mute, "test_control_calls", r"call\(\) answers \[\]"),
+    (Credulous, "test_control_calls", "DID NOT RAISE"),
+    (Fragile, "test_control_calls", "reports a call that was refused"),
+    (Reviving, "test_control_calls", "DID NOT RAISE"),
     (Immortal, "test_shutdown", "that is shut down can run steps"),
     (ShutOnce, "test_shutdown", "there is no thread"),
     (Reopening, "test_shutdown", "DID NOT RAISE"),

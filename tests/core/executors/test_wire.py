@@ -69,8 +69,13 @@ MESSAGES = [
     ),
     types.FULL,
     types.EngineStats(
-        running=3, prefix_hits=2**40, blocks_by_kind=(("full", 1, 2),), seconds=(("schedule", 0.5), ("wait", 1.5))
+        running=3,
+        prefix_hits=2**40,
+        blocks_by_kind=(("full", 1, 2),),
+        seconds=(("schedule", 0.5), ("wait", 1.5)),
+        step_tokens=types.HistogramCounts((1, 2, 0), 2.5),
     ),
+    types.HistogramCounts((1, 2, 0), 2.5),
     EngineConfig(
         model=ModelConfig(path="/some/where", options={"a": [1, {"b": None}]}),
         scheduler=SchedulerConfig(max_running=3),

@@ -37,6 +37,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.sequences: dict[int, Sequence] = {}
         self.written: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}  # by block and offset: salt and context
         self.next = 0
+        self.resets = 0
+        self.began: dict[int, int] = {}
+        """By sequence, how often prefixes had been forgotten when it began."""
+        self.taken: dict[int, int] = {}
+        """By block, the same when a sequence took the block; -1 if that sequence had begun before."""
 
     @rule(
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9),
@@ -49,6 +54,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         sequence = Sequence(tokens, salt)
         cached = self.manager.lookup(tokens, sequence.chain)
         assert len(cached) * BLOCK_SIZE < len(tokens)
+        assert all(self.taken[block] == self.resets for block in cached), "a forgotten block is found"
         leaving = data.draw(st.lists(st.sampled_from(sorted(self.sequences)), unique=True)) if self.sequences else []
         with self.manager.held(cached):
             for number in leaving:
@@ -66,9 +72,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert blocks[: len(cached)] == cached
             assert len(blocks) == self.manager.blocks_for(len(tokens))
             for block in blocks[len(cached) :]:
+                self.taken[block] = self.resets
                 for offset in range(BLOCK_SIZE):
                     self.written.pop((block, offset), None)
             self.sequences[self.next] = sequence
+            self.began[self.next] = self.resets
             self.next += 1
         return possible
 
@@ -88,6 +96,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert self.manager.table(number) == (*before, *added)
             sequence.tokens += tokens
             for block in added:
+                self.taken[block] = -1 if self.began[number] < self.resets else self.resets
                 for offset in range(BLOCK_SIZE):
                     self.written.pop((block, offset), None)
 
@@ -130,6 +139,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def free_one(self, number: int) -> None:
         del self.sequences[number]
         self.manager.free(number)
+
+    @rule()
+    def forget_prefixes(self) -> None:
+        free, cached = self.manager.num_free, self.manager.num_cached
+        assert self.manager.forget_prefixes() == cached
+        assert (self.manager.num_free, self.manager.num_cached) == (free + cached, 0)
+        self.resets += 1
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), num_tokens=st.integers(1, 20), spare=st.integers(0, 2))

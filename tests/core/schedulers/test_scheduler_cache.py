@@ -32,6 +32,26 @@ def test_cached_prefix_is_not_recomputed() -> None:
     assert commit(scheduler, step)[0].cached_tokens == 8
 
 
+def test_reset_prefix_cache_leaves_no_prefix_to_later_requests() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", 10, max_tokens=1))
+    turn(scheduler)
+    scheduler.add(request("running", 10, max_tokens=9))
+    turn(scheduler)
+    cached = scheduler.stats().blocks_cached
+    assert cached == 2
+    assert scheduler.reset_prefix_cache() == cached
+    assert scheduler.stats().blocks_cached == 0
+    for name in ("a", "running"):
+        scheduler.add(request(f"like {name}", hash_tokens(name, 12), max_tokens=1))
+    outputs = turn(scheduler)
+    assert [output.cached_tokens for output in outputs] == [0, 0, 0]
+    finish(scheduler)  # "running" goes on with its own blocks
+    scheduler.add(request("again", hash_tokens("running", 12), max_tokens=1))
+    assert turn(scheduler)[0].cached_tokens == 8, "what was computed after the reset is cached"
+    scheduler.check()
+
+
 def test_fully_cached_prompt_recomputes_its_last_block() -> None:
     scheduler = make_scheduler()
     for name in "ab":

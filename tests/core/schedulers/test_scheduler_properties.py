@@ -226,6 +226,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert got == tokens[: len(got)]
         self.scheduler.check()
 
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        cached = self.blocks.num_cached
+        assert self.scheduler.reset_prefix_cache() == cached
+        assert self.blocks.num_cached == 0
+
     @invariant()
     def consistent(self) -> None:
         self.scheduler.check()

@@ -1,8 +1,9 @@
 """A worker without a model: what a step samples is its own number. Run as a module, with this directory on the path.
 
-How it behaves is in model.options of its configuration, by rank: {"1": {"at": when, "do": what}}, where `when` is start
-or the number of a step, or minus that number, for its result, and `what` one of FAULTS; {"delay": seconds a step
-takes}, one after the other as on a device; and {"hold": directory}: a step ends when its number is a file there.
+How it behaves is in model.options of its configuration, by rank: {"1": {"at": when, "do": what}}, where `when` is
+start, the name of a control call, or the number of a step, or minus that number, for its result, and `what` one of
+FAULTS; {"delay": seconds a step takes}, one after the other as on a device; and {"hold": directory}: a step ends when
+its number is a file there.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.core.errors import CapacityError
+from engine.core.errors import CapacityError, ControlError, ExecutorError
 from engine.core.startup import Phases
 from engine.core.types import CacheInfo, Step, StepResult
 from engine.plugins.executors import worker
@@ -58,6 +59,9 @@ def out_of_memory() -> None:
 FAULTS: dict[str, Callable[[], None]] = {
     one.__name__: one for one in (kill, stop, sleep_for_ever, leave, capacity, unexpected, out_of_memory)
 }
+
+
+ERRORS: dict[str, type[Exception]] = {"control": ControlError, "device": ExecutorError, "unexpected": ValueError}
 
 
 class Pending:
@@ -105,6 +109,13 @@ class FakeRunner:
         self._busy_until = max(self._busy_until, time.monotonic()) + self._options.get("delay", 0.0)
         gate = Path(self._options["hold"]) / str(step.id) if "hold" in self._options else None
         return Pending(step.id, self._busy_until, gate, self._fault)
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """`where`: the rank. `fail`: raise the error named by `error`, on the rank `rank` alone."""
+        self._fault(name)
+        if name == "fail" and arguments.get("rank") == self._rank:
+            raise ERRORS[arguments["error"]]("it went wrong")
+        return {"rank": self._rank, **arguments}
 
     def _fault(self, when: str | int) -> None:
         mine = self._options.get(str(self._rank), {})

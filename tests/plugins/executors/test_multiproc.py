@@ -19,7 +19,7 @@ import pytest
 
 from engine.core.config.tree import EngineConfig, ExecutorConfig
 from engine.core.device import DeviceInfo
-from engine.core.errors import CapacityError, EngineError, ExecutorError, PluginError
+from engine.core.errors import CapacityError, ControlError, EngineError, ExecutorError, PluginError
 from engine.core.shm import RingSpaceError, RingWriter, overflow, segment
 from engine.core.startup import Progress
 from engine.core.types import NewSequence, SamplingParams, Step
@@ -264,6 +264,67 @@ def test_check_returns_the_heartbeat_of_a_stopped_idle_worker(
     assert time.monotonic() - begun < STOP_SECONDS + PROMPT
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_call_runs_between_the_steps_before_and_after(
+    make_executor: Make, make_step: MakeStep, until: Make, tmp_path: Path, ranks: int
+) -> None:
+    executor = make_executor(ranks, hold=str(tmp_path))
+    executor.start()
+    first, second = executor.submit(make_step(1)), executor.submit(make_step(2))
+    answers: list[Any] = []
+    caller = threading.Thread(target=lambda: answers.extend(executor.call("tell", {"of": [1, {"a": None}]})))
+    caller.start()
+    (tmp_path / "1").touch()
+    until(lambda: executor._heartbeats[-1].finished == 1)
+    assert answers == []
+    (tmp_path / "2").touch()
+    caller.join(PROMPT)
+    assert answers == [{"rank": rank, "of": [1, {"a": None}]} for rank in range(ranks)]
+    assert [first.result().tokens, second.result().tokens] == [((1,),), ((2,),)]
+    (tmp_path / "3").touch()
+    assert run(executor, make_step(3)) == [3]
+
+
+@pytest.mark.parametrize("error", ["control", "unexpected"])
+def test_call_names_the_rank_that_fails_and_steps_go_on(make_executor: Make, make_step: MakeStep, error: str) -> None:
+    executor = make_executor(2)
+    executor.start()
+    text = "it went wrong" if error == "control" else "fail failed: ValueError: it went wrong"
+    with pytest.raises(ControlError, match=rf"^the worker of rank 1 \(process \d+\): {text}$"):
+        executor.call("fail", {"rank": 1, "error": error})
+    assert run(executor, make_step(1)) == [1]
+    assert len(executor.call("tell", {})) == 2
+    assert executor.check().ok
+
+
+def test_call_fails_with_the_worker_whose_device_fails(make_executor: Make, make_step: MakeStep) -> None:
+    executor = make_executor(2)
+    executor.start()
+    words = r"rank 1 \(process \d+\) failed in the control call fail: it went wrong"
+    with pytest.raises(ExecutorError, match=words):
+        executor.call("fail", {"rank": 1, "error": "device"})
+    for use in (lambda: executor.submit(make_step(1)), lambda: executor.call("tell", {})):
+        with pytest.raises(ExecutorError, match=words):
+            use()
+
+
+def test_call_reports_a_worker_that_dies_in_it(make_executor: Make) -> None:
+    executor = make_executor(2, **{"0": {"at": "tell", "do": "kill"}})
+    executor.start()
+    with pytest.raises(ExecutorError, match=r"rank 0 \(process \d+\) was killed by SIGKILL"):
+        executor.call("tell", {})
+
+
+def test_hung_call_fails_with_the_stack_of_the_late_rank(make_executor: Make, caplog: pytest.LogCaptureFixture) -> None:
+    executor = make_executor(2, step_timeout=0.5, **{"1": {"at": "tell", "do": "sleep_for_ever"}})
+    executor.start()
+    with pytest.raises(
+        ExecutorError, match=r"^the control call tell took more than 0\.5 s .*rank 1 .*stack is sleep_for_ever"
+    ):
+        executor.call("tell", {})
+    assert "has not finished the control call tell" in caplog.text
+
+
 def test_shutdown_is_orderly_and_may_be_repeated(make_executor: Make, make_step: MakeStep) -> None:
     executor = make_executor(2)
     executor.shutdown()
@@ -368,4 +429,5 @@ def test_errors_lists_every_error_class_of_the_engine() -> None:
     from engine.plugins.executors.control_messages import ERRORS
 
     named = {cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, EngineError)}
-    assert set(ERRORS) == named - {EngineError, errors.InvalidRequestError}
+    never_end_a_worker = {errors.InvalidRequestError, errors.ControlError, errors.ControlBusyError}
+    assert set(ERRORS) == named - {EngineError} - never_end_a_worker

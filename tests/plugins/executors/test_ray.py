@@ -25,7 +25,7 @@ import pytest
 
 from engine.core import Engine, SamplingParams
 from engine.core.config.tree import EngineConfig, ExecutorConfig, ModelConfig
-from engine.core.errors import CapacityError, ExecutorError, PluginError
+from engine.core.errors import CapacityError, ControlError, ExecutorError, PluginError
 from engine.core.hooks import hookimpl
 from engine.core.plugin_host.registry import load_plugins
 from engine.core.startup import Progress
@@ -129,7 +129,7 @@ def actors() -> list[int]:
 
 
 def process_of(executor: Any, rank: int) -> int:
-    return int(executor._workers._workers[rank].location.process)
+    return int(executor._workers.workers[rank].location.process)
 
 
 def build(checkpoint: Path, address: str, **settings: Any) -> Engine:
@@ -154,7 +154,7 @@ def test_the_same_tokens_on_two_nodes_as_in_one_process(engine_checkpoint: Path,
         expected = [made.token_ids for made in one.generate(PROMPTS, GREEDY)]
     with build(engine_checkpoint, address, executor="ray", executor__tensor_parallel=2) as two:
         executor: Any = two._executor
-        assert len({worker.location.node for worker in executor._workers._workers}) == 2
+        assert len({worker.location.node for worker in executor._workers.workers}) == 2
         assert [made.token_ids for made in two.generate(PROMPTS, GREEDY)] == expected
         assert {"import", "plugins", "ranks", "weights", "kv_cache"} <= set(dict(two.cache_info.phases))
         stream = two.stream(PROMPTS[0], attrs.evolve(GREEDY, max_tokens=None))
@@ -207,6 +207,20 @@ def test_executor_returns_results_in_order_of_steps(make_executor: Make, make_st
         short = executor.submit(make_step(number + 1))
         assert [one.result().tokens[0][0] for one in (long, short)] == [number, number + 1]
     assert executor.check().ok
+
+
+def test_call_runs_between_steps_and_names_the_rank_that_fails(make_executor: Make, make_step: MakeStep) -> None:
+    executor = make_executor()
+    executor.start()
+    steps = [executor.submit(make_step(number)) for number in (1, 2)]
+    assert executor.call("tell", {"of": [1]}) == [{"rank": 0, "of": [1]}, {"rank": 1, "of": [1]}]
+    assert [step.result().tokens[0][0] for step in steps] == [1, 2]
+    with pytest.raises(ControlError, match=rf"^{WORKER.format(1)}: it went wrong$"):
+        executor.call("fail", {"rank": 1, "error": "control"})
+    assert executor.submit(make_step(3)).result().tokens == ((3,),)
+    for _ in range(2):
+        with pytest.raises(ExecutorError, match=rf"^{WORKER.format(0)} failed in the control call fail: it went wrong"):
+            executor.call("fail", {"rank": 0, "error": "device"})
 
 
 def test_executor_returns_a_result_while_the_next_step_runs(

@@ -82,6 +82,6 @@ def test_two_gpus_share_a_model_and_their_memory(engine_checkpoint: Path) -> Non
             made[executor] = [one.token_ids for one in engine.generate(PROMPTS, GREEDY)]
             if executor == "ray":
                 inner: Any = engine._executor
-                places = [worker.location for worker in inner._workers._workers]
+                places = [worker.location for worker in inner._workers.workers]
                 assert len({place.gpus for place in places}) == 2
     assert made["ray"] == made["tp"]

@@ -198,9 +198,8 @@ def test_a_writer_that_fails_ends_its_stream_alone(poems: Any, client: httpx.Cli
 
 def test_a_client_that_leaves_ends_its_request(poems: Any, client: httpx.Client) -> None:
     def aborted() -> float:
-        name = 'engine_requests_finished_total{finish_reason="abort"} '
-        lines = client.get("/metrics").text.splitlines()
-        return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+        metrics: dict[str, float] = poems.metrics(client.get)
+        return metrics['engine_requests_finished_total{finish_reason="abort"}']
 
     before = aborted()
     with client.stream("POST", "/v1/poem", json={"subject": "x" * 100, "stream": True}) as response:

@@ -3,30 +3,46 @@ from __future__ import annotations
 import re
 from array import array
 from pathlib import Path
+from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.core.histogram import Histogram
 from engine.core.types import EngineStats, RequestTimes
-from engine.server.http.prometheus import EngineReport, PrometheusExporter
+from engine.server.http.prometheus import PrometheusExporter
+from engine.server.metrics import buckets
+from engine.server.metrics.definition import VLLM_PREFIX
+from engine.server.metrics.metric_list import REPLICA_METRICS, SERVER_METRICS
+from engine.server.metrics.replica_report import EngineReport
 from engine.server.shared.metrics_table import FRONT_END_PHASES, FrontEndMetrics, MetricsTable
 
-REPLICAS = 2
-ROOT = Path(__file__).parents[3]
+ALL = (*REPLICA_METRICS, *SERVER_METRICS)
+MAX_LEN = 2048
 
 
-def board(rows: int = 1) -> MetricsTable:
-    return MetricsTable([memoryview(array("d", [0.0] * (FrontEndMetrics.SIZE + REPLICAS))) for _ in range(rows)])
+def board(rows: int = 1, replicas: int = 1) -> MetricsTable:
+    size = FrontEndMetrics.size(replicas)
+    return MetricsTable([memoryview(array("d", [0.0] * size)) for _ in range(rows)])
 
 
-def samples(board: MetricsTable, stats: EngineStats, up: bool = True) -> dict[tuple[str, str], float]:
-    return read(PrometheusExporter(board, lambda: [EngineReport(up=up, stats=stats)]))
+def exporter(board: MetricsTable, *reports: EngineReport, names: str = "engine") -> PrometheusExporter:
+    return PrometheusExporter(board, lambda: reports, model_name='a "model"', max_len=MAX_LEN, names=names)
+
+
+def samples(board: MetricsTable, stats: EngineStats, up: bool = True, **names: Any) -> dict[tuple[str, str], float]:
+    return read(exporter(board, EngineReport(up=up, stats=stats), **names))
 
 
 def read(exporter: PrometheusExporter) -> dict[tuple[str, str], float]:
-    """Samples by (name, concatenated label values)."""
+    """Samples by (name, concatenated values of labels other than those of the model and of replica 0)."""
     text = exporter.text().decode()
+    common = {"model_name": 'a "model"', "replica": "0", "engine": "0"}
     return {
-        (sample.name, "".join(sample.labels.values())): sample.value
+        (
+            sample.name,
+            "".join(value for name, value in sample.labels.items() if common.get(name) != value),
+        ): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -34,9 +50,9 @@ def read(exporter: PrometheusExporter) -> dict[tuple[str, str], float]:
 
 def test_startup_seconds_are_exported_by_phase() -> None:
     report = EngineReport(up=True, stats=EngineStats(), startup=(("weights", 3.5), ("import", 1.0)))
-    text = PrometheusExporter(board(), lambda: [report]).text().decode()
-    assert 'engine_startup_seconds{phase="weights"} 3.5' in text
-    assert 'engine_startup_seconds{phase="import"} 1.0' in text
+    found = read(exporter(board(), report))
+    assert found["engine_startup_seconds", "weights"] == 3.5
+    assert found["engine_startup_seconds", "import"] == 1.0
 
 
 def test_engine_statistics_are_exported() -> None:
@@ -80,39 +96,9 @@ def test_engine_statistics_are_exported() -> None:
     assert {key: found[key] for key in expected} == expected
 
 
-def test_front_end_seconds_are_exported_by_phase_when_measured() -> None:
-    numbers = board(2)
-    assert ("engine_front_end_seconds_total", "http") not in samples(numbers, EngineStats())
-    for row in numbers.rows:
-        row.phase_cells[FRONT_END_PHASES.index("route")] = 1.5
-    found = samples(numbers, EngineStats())
-    assert found["engine_front_end_seconds_total", "route"] == 3.0
-    assert found["engine_front_end_seconds_total", "write"] == 0.0
-
-
-def test_collections_are_exported_by_process_and_generation() -> None:
-    numbers = board()
-    for phase in ("start", "stop"):
-        numbers.rows[0].gc_pauses._on_collection(phase, {"generation": 2})
-    counts = ((0.0,) * 11, (0.0, 0.0, 2.0, *[0.0] * 7, 0.001), (0.0,) * 11)
-    found = samples(numbers, EngineStats(gc_pauses=(("worker", counts),)))
-    assert found["engine_gc_seconds_count", "2front_end"] == 1
-    assert found["engine_gc_seconds_count", "1worker"] == 2
-    assert found["engine_gc_seconds_bucket", "10.001worker"] == 2
-    assert found["engine_gc_seconds_bucket", "10.0003worker"] == 0
-    assert found["engine_gc_seconds_sum", "1worker"] == 0.001
-
-
-def test_every_metric_is_documented() -> None:
-    names = {name for name, _ in samples(board(), EngineStats())}
-    families = {re.sub("_(bucket|count|sum|created)$", "", name) for name in names}
-    documented = set(re.findall(r"`(engine_\w+)", (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")))
-    assert families <= documented
-
-
 def test_durations_and_finish_reasons_are_exported() -> None:
     numbers = board()
-    (metrics,) = numbers.rows
+    (metrics,) = numbers.rows[0].replicas
     metrics.observe_tokens(0.3, 1, first=True)
     metrics.observe_tokens(0.04, 4, first=False)
     times = RequestTimes(arrival=1.0, scheduled=1.25, first_token=1.3, finished=2.0)
@@ -130,25 +116,30 @@ def test_durations_and_finish_reasons_are_exported() -> None:
 
 def test_two_servers_in_one_process_have_separate_metrics() -> None:
     first, second = board(), board()
-    first.rows[0].observe_finish("stop", None, 1.0)
+    first.rows[0].replicas[0].observe_finish("stop", None, 1.0)
     assert samples(second, EngineStats())["engine_requests_finished_total", "stop"] == 0
     assert samples(first, EngineStats(), up=False)["engine_up", ""] == 0
 
 
 def test_every_front_end_exports_the_sum_of_all_rows(tmp_path: Path) -> None:
     file = tmp_path / "board"
-    made, seen = MetricsTable.map(file, 2, REPLICAS, create=True), MetricsTable.map(file, 2, REPLICAS)
-    made.rows[0].observe_finish("stop", None, 0.5)
-    seen.rows[1].observe_finish("stop", None, 0.25)
-    seen.rows[1].observe_tokens(0.25, 1, first=True)
-    seen.rows[1].open_requests = 3
-    made.rows[0].loads[1] = 5
-    seen.rows[1].loads[1] = 6
-    seen.rows[1].loads[0] = 1
+    made, seen = MetricsTable.map(file, 2, 2, create=True), MetricsTable.map(file, 2, 2)
+    ours, theirs = made.rows[0].replicas, seen.rows[1].replicas
+    ours[0].observe_finish("stop", None, 0.5)
+    theirs[0].observe_finish("stop", None, 0.25)
+    theirs[1].observe_finish("stop", None, 0.125)
+    theirs[0].observe_tokens(0.25, 1, first=True)
+    theirs[0].open_requests = 2
+    theirs[1].open_requests = 1
+    ours[1].load = 5
+    theirs[1].load = 6
+    theirs[0].load = 1
     for each in (made, seen):
-        found = samples(each, EngineStats())
+        found = read(exporter(each, *(EngineReport(up=True, stats=EngineStats()) for _ in range(2))))
         assert found["engine_requests_finished_total", "stop"] == 2
+        assert found["engine_requests_finished_total", "1stop"] == 1
         assert found["engine_e2e_request_latency_seconds_sum", ""] == 0.75
+        assert found["engine_e2e_request_latency_seconds_sum", "1"] == 0.125
         assert found["engine_time_to_first_token_seconds_count", ""] == 1
         assert each.open_requests == 3
         assert each.loads == [1, 11]
@@ -156,16 +147,23 @@ def test_every_front_end_exports_the_sum_of_all_rows(tmp_path: Path) -> None:
 
 def test_counters_of_an_exited_front_end_remain() -> None:
     numbers = board(2)
-    numbers.rows[0].observe_finish("stop", None, 0.5)
-    numbers.rows[0].open_requests = 2
-    numbers.rows[0].loads[0] = 7
-    numbers.rows[1].loads[0] = 3
+    exited, running = (row.replicas[0] for row in numbers.rows)
+    exited.observe_finish("stop", None, 0.5)
+    exited.open_requests = 2
+    exited.load = 7
+    running.load = 3
     numbers.rows[0].abort_open_requests()
     found = samples(numbers, EngineStats())
     assert found["engine_requests_finished_total", "stop"] == 1
     assert found["engine_requests_finished_total", "abort"] == 2
     assert numbers.open_requests == 0
-    assert numbers.loads == [3, 0]
+    assert numbers.loads == [3]
+
+
+def test_all_metrics_have_the_labels_of_model_and_replica() -> None:
+    text = exporter(board(), EngineReport(up=True, stats=EngineStats())).text().decode()
+    assert 'engine_up{model_name="a \\"model\\"",replica="0"} 1.0\n' in text
+    assert 'engine_connections{model_name="a \\"model\\""} 0.0\n' in text
 
 
 def test_several_replicas_are_labelled() -> None:
@@ -174,21 +172,99 @@ def test_several_replicas_are_labelled() -> None:
         EngineReport(up=True, stats=stats, startup=(("weights", 2.5),)),
         EngineReport(up=False, stats=EngineStats(), restarts=2),
     ]
-    found = read(PrometheusExporter(board(), lambda: reports))
+    found = read(exporter(board(replicas=2), *reports))
     expected = {
-        ("engine_up", "0"): 1,
+        ("engine_up", ""): 1,
         ("engine_up", "1"): 0,
-        ("engine_restarts_total", "0"): 0,
+        ("engine_restarts_total", ""): 0,
         ("engine_restarts_total", "1"): 2,
-        ("engine_num_requests_running", "0"): 2,
+        ("engine_num_requests_running", ""): 2,
         ("engine_num_requests_running", "1"): 0,
-        ("engine_kv_cache_usage_perc", "0"): 0.25,
-        ("engine_kv_blocks", "0free"): 3,
+        ("engine_kv_cache_usage_perc", ""): 0.25,
+        ("engine_kv_blocks", "free"): 3,
         ("engine_kv_blocks", "1free"): 0,
-        ("engine_steps_total", "0"): 3,
-        ("engine_phase_seconds_total", "wait0"): 1.5,
-        ("engine_startup_seconds", "weights0"): 2.5,
+        ("engine_steps_total", ""): 3,
+        ("engine_phase_seconds_total", "wait"): 1.5,
+        ("engine_startup_seconds", "weights"): 2.5,
         ("engine_requests_finished_total", "stop"): 0,
     }
     assert {key: found[key] for key in expected} == expected
-    assert ("engine_up", "") not in found
+
+
+def test_under_vllms_names_a_metric_that_vllm_lacks_keeps_ours() -> None:
+    stats = EngineStats(running=2, generation_tokens=5, steps=3)
+    ours, theirs, both = (samples(board(), stats, names=names) for names in ("engine", "vllm", "both"))
+    assert theirs["vllm:num_requests_running", ""] == 2
+    assert theirs["vllm:generation_tokens_total", ""] == 5
+    assert theirs["engine_steps_total", ""] == 3
+    assert ("engine_num_requests_running", "") not in theirs
+    assert both == ours | theirs
+    assert not [name for name, _ in ours if name.startswith(VLLM_PREFIX)]
+
+
+def test_vllms_histograms_have_vllms_buckets_and_the_same_counts() -> None:
+    numbers = board()
+    for seconds in (0.0005, 0.02, 0.025, 0.03, 0.3, 9000.0):
+        numbers.rows[0].replicas[0].observe_tokens(seconds, 1, first=True)
+    found = samples(numbers, EngineStats(), names="both")
+    ours, theirs = (
+        {
+            bound: count
+            for (name, bound), count in found.items()
+            if name == f"{prefix}time_to_first_token_seconds_bucket"
+        }
+        for prefix in ("engine_", "vllm:")
+    )
+    assert [float(bound) for bound in theirs] == [*buckets.VLLM_FIRST_TOKEN_SECONDS, float("inf")]
+    assert {bound: ours[bound] for bound in theirs} == theirs
+    assert (theirs["0.02"], theirs["0.04"], theirs["2560.0"], theirs["+Inf"]) == (2, 4, 5, 6)
+
+
+@pytest.mark.parametrize("metric", [one for one in ALL if one.kind == "histogram"], ids=lambda one: one.name)
+def test_the_buckets_of_vllm_are_some_of_ours(metric: Any) -> None:
+    assert list(metric.bounds) == sorted(set(metric.bounds))
+    assert metric.vllm is None or set(metric.vllm.bounds) <= set(metric.bounds)
+
+
+def test_no_two_metrics_have_one_name() -> None:
+    for names in ([one.name for one in ALL if one.name], [one.vllm.name for one in ALL if one.vllm]):
+        assert len(names) == len(set(names))
+
+
+def test_histograms_of_the_engine_are_exported() -> None:
+    histogram = Histogram((0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0))
+    for count in (0, 0, 1, 7):
+        histogram.observe(count)
+    found = samples(board(), EngineStats(request_preemptions=histogram.snapshot()), names="both")
+    assert found["engine_request_num_preemptions_bucket", "0.0"] == 2
+    assert found["vllm:request_num_preemptions_bucket", "1.0"] == 3
+    assert found["vllm:request_num_preemptions_bucket", "5.0"] == 3
+    assert found["vllm:request_num_preemptions_count", ""] == 4
+    assert found["vllm:request_num_preemptions_sum", ""] == 8
+    assert found["vllm:iteration_tokens_total_count", ""] == 0
+
+
+def report(stats: EngineStats | None = None) -> EngineReport:
+    return EngineReport(up=True, stats=stats or EngineStats())
+
+
+def test_front_end_seconds_are_exported_by_phase_when_measured() -> None:
+    numbers = board(2)
+    assert "engine_front_end_seconds" not in exporter(numbers, report()).text().decode()
+    for row in numbers.rows:
+        row.phase_cells[FRONT_END_PHASES.index("route")] = 1.5
+    text = exporter(numbers, report()).text().decode()
+    assert re.search(r'engine_front_end_seconds_total{.*phase="route"} 3.0', text)
+    assert re.search(r'engine_front_end_seconds_total{.*phase="write"} 0.0', text)
+
+
+def test_collections_are_exported_by_process_and_generation() -> None:
+    numbers = board()
+    for phase in ("start", "stop"):
+        numbers.rows[0].gc_pauses._on_collection(phase, {"generation": 2})
+    counts = ((0.0,) * 11, (0.0, 0.0, 2.0, *[0.0] * 7, 0.001), (0.0,) * 11)
+    text = exporter(numbers, report(EngineStats(gc_pauses=(("worker", counts),)))).text().decode()
+    assert re.search(r'engine_front_end_gc_seconds_count{.*generation="2"} 1.0', text)
+    assert re.search(r'engine_gc_seconds_bucket{.*process="worker",generation="1",le="0.001"} 2.0', text)
+    assert re.search(r'engine_gc_seconds_bucket{.*process="worker",generation="1",le="0.0003"} 0.0', text)
+    assert re.search(r'engine_gc_seconds_sum{.*process="worker",generation="1"} 0.001', text)
