@@ -16,6 +16,7 @@ ENGINE = re.compile(r".*/(?:src/)?engine/(?=(?:cli|core|demo|ops|plugins|quantiz
 
 WAITS = (
     ("shared memory between processes", re.compile(r"engine/core/shm/|_ring\b|^(?:take|put)_ring")),
+    ("the other ranks", re.compile(r"engine/core/distributed/|^nccl|gloo::")),
     ("the device", re.compile(r"\b(?:synchronize|to_host)\b|cudaEventSynchronize|cuStreamSynchronize")),
     ("sockets", re.compile(r"\b(?:epoll_wait|poll|select|recv|accept)\b|zmq/(?:sugar|backend)|selectors\.py")),
     ("locks and queues", re.compile(r"\b(?:futex|pthread_cond_\w+|sem_\w+)\b|threading\.py|/queue\.py")),

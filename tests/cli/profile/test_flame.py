@@ -60,6 +60,7 @@ def test_module_of_a_frame(frame: str, module: str) -> None:
 
 def test_functions_that_wait_are_told_from_those_that_compute() -> None:
     assert waits_for("select (selectors.py:468)") == "sockets"
+    assert waits_for("TorchGroup._do (engine/core/distributed/rank_group.py:60)") == "the other ranks"
     assert waits_for("wait (threading.py:320)") == "locks and queues"
     assert waits_for("selected (engine/core/plugin_host/selection.py:3)") == ""
 
