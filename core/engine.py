@@ -36,6 +36,7 @@ from engine.core.errors import (
 from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.executors.choose import PluginChoice
 from engine.core.executors.rehearsal import rehearse
+from engine.core.gc_pauses import PauseCounts
 from engine.core.generation import Completion, generate, stream
 from engine.core.grammars.base import GrammarBackend
 from engine.core.graph_uses import GraphUses
@@ -226,6 +227,7 @@ class Engine:
         """Set while steps are to be reported to it."""
         self._trace: Recorder | None = None
         """The recorder of the latest trace."""
+        self._worker_pauses: tuple[tuple[str, PauseCounts], ...] = ()
         self._async: AsyncGenerator | None = None
         self._closed = False
         self._failure = ""
@@ -263,6 +265,8 @@ class Engine:
             self._graphs_captured += result.graphs_captured
             if result.graph_size is not None:
                 self._graph_uses.count(oldest, result.graph_size)
+            if result.gc_pauses:
+                self._worker_pauses = (("worker", result.gc_pauses),)
             with self._timers["commit"]:
                 return self._scheduler.commit(oldest, result, time.monotonic())
         except BaseException as error:  # the step's tokens are lost, whatever was raised
@@ -521,6 +525,7 @@ class Engine:
             kv_events=None if self._kv_events is None else (self._kv_events.published, self._kv_events.dropped),
             graph_replays=self._graph_uses.replays(),
             graph_misses=self._graph_uses.misses,
+            gc_pauses=self._worker_pauses,
         )
 
     def check(self) -> Health:

@@ -24,6 +24,7 @@ from engine.cli.bench.load import random_tokens
 MARK = b"\ndata: "
 """Start of an event. JSON escapes line ends; before the first event comes the line end of a header or chunk size."""
 USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 KEPT = 2048
 """Bytes at the end of an answer that are searched for the usage."""
 
@@ -47,6 +48,8 @@ class Job:
     seed: int
     timeout: float
     """Timeout of the whole job, seconds."""
+    text: bool = False
+    """Send prompts as texts of random words, of about `input_len` tokens, which the server tokenizes."""
 
 
 @frozen(kw_only=True)
@@ -249,10 +252,13 @@ class Client:
 
     def _payload(self, draw: random.Random) -> bytes:
         job = self._job
+        prompt: str | tuple[int, ...] = random_tokens(draw, job.input_len, job.vocab_size)
+        if job.text:
+            prompt = " ".join("".join(draw.choices(LETTERS, k=4)) for _ in range(max(1, job.input_len // 3)))
         body = json.dumps(
             {
                 "model": job.model,
-                "prompt": random_tokens(draw, job.input_len, job.vocab_size),
+                "prompt": prompt,
                 "max_tokens": job.output_len,
                 "temperature": 0,
                 "ignore_eos": True,

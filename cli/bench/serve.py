@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from engine.core.config import EngineConfig
 
 COMMAND = (sys.executable, "-P", "-c", "from engine.cli.bench.client import main; main()")
+SAME = ("input_len", "output_len", "vocab_size", "timeout", "text")
+"""Fields of LoadLevel that each Job has unchanged."""
 CONNECTIONS = 32
 """Default maximum of concurrent requests per load process."""
 LEAD = 0.3
@@ -50,6 +52,8 @@ class LoadLevel:
     processes: int
     seed: int
     timeout: float
+    text: bool = False
+    """Send prompts as texts, which the server tokenizes."""
 
     @property
     def name(self) -> str:
@@ -59,7 +63,7 @@ class LoadLevel:
     def jobs(self, server: Server, api_key: str) -> list[Job]:
         """One job per process, of equal size; at most one process per request."""
         count = min(self.processes, self.requests, self.concurrency or self.requests)
-        share = attrs.asdict(self, filter=attrs.filters.include("input_len", "output_len", "vocab_size", "timeout"))
+        share = attrs.asdict(self, filter=attrs.filters.include(*SAME))
         return [
             Job(
                 host=server.host,
@@ -194,7 +198,7 @@ def serve(
 ) -> None:
     """Latency and throughput of streaming completions over HTTP, from a server started for it or one at --url."""
     if url:
-        _check_remote(resolved)
+        check_remote(resolved)
     elif server_pid:
         raise ConfigError("--server-pid needs --url; the process of a server started here is known")
     if concurrency is not None and rate is not None:
@@ -211,7 +215,7 @@ def serve(
             concurrency=count,
             rate=speed,
             requests=requests or 8 * count or max(round(30 * speed), 1),
-            vocab_size=_vocab_size(config),
+            vocab_size=vocab_size(config),
             processes=load_processes or processes_for(count),
             seed=seed + 1 + number,
             **common,
@@ -307,14 +311,14 @@ def _given(resolved: Resolved) -> dict[str, object]:
     }
 
 
-def _check_remote(resolved: Resolved) -> None:
+def check_remote(resolved: Resolved) -> None:
     """Raise ConfigError for settings that cannot reach a server that is already running."""
     wrong = sorted(key for key in _given(resolved) if key != "model.path")
     if wrong:
         raise ConfigError(f"--url measures a server that is already configured; leave out {', '.join(wrong)}")
 
 
-def _vocab_size(config: EngineConfig) -> int:
+def vocab_size(config: EngineConfig) -> int:
     """Vocabulary size of the model; with --url and no --model that of the demo model, small enough for any server."""
     from engine.core.weights import Checkpoint, read_key
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 from attrs import frozen
 
 from engine.cli.config import to_toml
+from engine.cli.processes import family, own_cpu_seconds
 from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError, ExecutorError
 from engine.server.shared.api_keys import read_api_keys
@@ -47,10 +47,10 @@ class Server:
         if parts.scheme != "http" or not parts.hostname:
             raise ConfigError(f"--url {url!r} is not an address of a server; write it as http://127.0.0.1:8000")
         host, port = parts.hostname, parts.port or 80
-        status, _ = _get(host, port, "/health", api_key)
+        status, _ = get(host, port, "/health", api_key)
         if status != 200:
             raise ConfigError(f"the server at {url} is not healthy: /health answers with status {status}")
-        status, body = _get(host, port, "/v1/models", api_key)
+        status, body = get(host, port, "/v1/models", api_key)
         if status != 200:
             raise ConfigError(f"the server at {url} does not name its model (status {status}); is --api-key right?")
         return cls(host=host, port=port, model=json.loads(body)["data"][0]["id"], pid=pid)
@@ -102,26 +102,14 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 def cpu_seconds(pid: int) -> float:
     """CPU seconds used so far by a process and all its descendants. Raises ConfigError for an unknown process id."""
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                fields = Path(entry.path, "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):  # the process has exited since
-                continue
-            # proc(5): after the name in parentheses come state, ppid, ...; utime and stime are fields 14 and 15.
-            parents[int(entry.name)] = int(fields[1])
-            ticks[int(entry.name)] = int(fields[11]) + int(fields[12])
-    if pid not in ticks:
+    processes = family(pid)
+    if not processes:
         raise ConfigError(f"there is no process {pid}; give the server's as --server-pid")
-    family = {pid}
-    while more := {child for child, parent in parents.items() if parent in family} - family:
-        family |= more
-    return sum(ticks[one] for one in family) / os.sysconf("SC_CLK_TCK")
+    return sum(own_cpu_seconds(process.pid) for process in processes)
 
 
-def _get(host: str, port: int, path: str, api_key: str) -> tuple[int, Any]:
+def get(host: str, port: int, path: str, api_key: str) -> tuple[int, Any]:
+    """Status and body of a GET request. Raises ConfigError when no server answers for 10 s."""
     deadline = time.monotonic() + 10
     while True:
         connection = http.client.HTTPConnection(host, port, timeout=30)

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import typer
 
-from engine.cli.profile import trace
+from engine.cli.profile import allocations, flame, phases, stacks, syscalls, trace
 
 app = typer.Typer(help="See where time and memory go.", no_args_is_help=True, callback=lambda: None)
 app.command()(trace.trace)
+app.command()(phases.phases)
+app.command()(flame.flame)
+app.command()(stacks.stacks)
+app.command()(syscalls.syscalls)
+app.command()(allocations.allocations)

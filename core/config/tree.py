@@ -482,6 +482,12 @@ class ServerConfig:
         flag="--log-format",
         choices=("text", "json"),
     )
+    phase_times: bool = setting(
+        False, "Measure the CPU time of the front ends by phase, for /metrics and `engine profile phases`."
+    )
+    gc_freeze: bool = setting(
+        True, "Exclude the objects made at the start from garbage collections, in all processes of the server."
+    )
     log_level: str = setting(
         "warning", "Least severity that is logged.", flag="--log-level", choices=("debug", "info", "warning", "error")
     )

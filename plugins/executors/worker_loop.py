@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import evolve
 
 from engine.core.executors import CALL_BYTE, Answer, MessageDecoder, PendingResult, answer_call, decode_call
+from engine.core.gc_pauses import GcPauses
 from engine.core.shm import RingClosedError, RingTimeoutError
 from engine.core.startup import Phases, Progress
 from engine.core.types import CacheInfo, Step, StepResult
@@ -79,6 +80,9 @@ class WorkerLoop:
         self.phase = "start"
         """What the worker is doing, for error messages."""
         self._rendezvous = assignment.rendezvous
+        self._freeze = assignment.config.server.gc_freeze
+        self._gc_pauses = GcPauses()
+        self._sent_collections = 0
         self._heartbeat = heartbeat
         self._link = link
         self._reported_at = 0.0
@@ -92,14 +96,18 @@ class WorkerLoop:
             self.run_steps()
         except BaseException as error:
             self._fail(self.phase, error)
+        finally:
+            self._gc_pauses.close()
 
     def start(self, make: Callable[[Phases], StepRunner]) -> None:
         """Make and start the runner, and report that the worker is ready."""
         phases = Phases(self._report_progress)
         self._runner = make(phases)
         cache = self._runner.start(phases)
-        gc.collect()
-        gc.freeze()  # later collections skip the objects made during start-up, which live as long as the process
+        if self._freeze:
+            gc.collect()
+            gc.freeze()  # later collections skip the objects made during start-up, which live as long as the process
+        self._gc_pauses.listen()
         self._heartbeat.beat()
         self._link.report(Ready(cache))
         self.phase = "its loop"
@@ -142,7 +150,11 @@ class WorkerLoop:
     def _send_result(self, step: int, pending: PendingResult) -> None:
         """Wait for a step and send its result. Every rank waits, so that every rank reports errors of its device."""
         self._heartbeat.begin_wait()
-        self._link.send_result(pending.result())
+        result = pending.result()
+        if self._gc_pauses.collections != self._sent_collections:
+            self._sent_collections = self._gc_pauses.collections
+            result = evolve(result, gc_pauses=self._gc_pauses.counts())
+        self._link.send_result(result)
         self._heartbeat.finish_step(step)
 
     def _fail(self, phase: str, error: BaseException) -> None:

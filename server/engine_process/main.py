@@ -22,6 +22,7 @@ import zmq
 from engine.core.config import EngineConfig, ServerConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaultError
 from engine.core.executors import MessageDecoder, encode
+from engine.core.gc_pauses import GcPauses
 from engine.core.logs import configure, engine_process
 from engine.core.types import EngineStats, Output
 from engine.server.engine_process.control_calls import answer
@@ -111,8 +112,11 @@ def _run(
         return 1
     try:
         heartbeat.record_loop(None)
-        gc.collect()
-        gc.freeze()  # objects made at start-up live on; later collections need not scan them
+        if launch.config.server.gc_freeze:
+            gc.collect()
+            gc.freeze()  # objects made at start-up live on; later collections need not scan them
+        gc_pauses = GcPauses()
+        gc_pauses.listen()
         supervisor.send(
             Started(
                 replica=launch.replica,
@@ -126,7 +130,7 @@ def _run(
                 pid=os.getpid(),
             )
         )
-        loop(engine, channel, heartbeat, launch.config.server, launch.replica)
+        loop(engine, channel, heartbeat, launch.config.server, launch.replica, gc_pauses)
         return 0
     except Exception as error:
         log.exception("the engine stopped")
@@ -193,12 +197,23 @@ class Channel:
         self._wake_receiver.close(linger=0)
 
 
-def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, config: ServerConfig, replica: int) -> None:
-    """Step the engine until Shutdown. Raises what `Engine.step` raises."""
+def loop(
+    engine: Engine,
+    channel: Channel,
+    heartbeat: Heartbeat,
+    config: ServerConfig,
+    replica: int,
+    gc_pauses: GcPauses | None = None,
+) -> None:
+    """Step the engine until Shutdown. Raises what `Engine.step` raises.
+
+    gc_pauses: what the statistics report as this process's collections.
+    """
     routes = OutputRoutes()
     prober = Prober(engine, heartbeat, config.health_interval)
     traces = TraceCalls(engine, config, replica, routes, channel.send)
     pending = PendingRequests(engine, routes)
+    receiving = sending = 0.0
     sent_stats = EngineStats()
     next_stats = 0.0
     while True:
@@ -212,6 +227,7 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, config: ServerC
             channel.wait(COMPILE_CHECK_MS)
         heartbeat.record_loop(idle)
         outputs: list[Output] = []
+        begin = time.perf_counter()
         for peer, message in channel.receive():
             match message:
                 case Hello():
@@ -235,6 +251,8 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, config: ServerC
         if traces.started:
             traces.poll()
         outputs += pending.add_some()
+        if engine.has_work:  # statistics of an idle engine do not change
+            receiving += time.perf_counter() - begin
         prober.before_step()
         if engine.has_work:
             outputs += engine.step()
@@ -243,14 +261,24 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, config: ServerC
         now = time.monotonic()
         if now >= next_stats or not engine.has_work:
             next_stats = now + STATS_INTERVAL
-            stats = engine.stats()
+            stats = _with_own(engine.stats(), receiving, sending, gc_pauses)
             if pending.num_compiling:
                 stats = attrs.evolve(stats, compiling=pending.num_compiling)
             if stats == sent_stats and not outputs and not routes.behind:
                 continue
             sent_stats = stats
+        begin = time.perf_counter()
         for peer, grouped in routes.group(outputs, stats):
             channel.send(peer, grouped)
+        if outputs:
+            sending += time.perf_counter() - begin
+
+
+def _with_own(stats: EngineStats, receiving: float, sending: float, gc_pauses: GcPauses | None) -> EngineStats:
+    """The engine's statistics with this process's own: seconds of its messages, and its garbage collections."""
+    own = () if gc_pauses is None else (("engine", gc_pauses.counts()),)
+    seconds = (*stats.seconds, ("receive", receiving), ("send", sending))
+    return attrs.evolve(stats, seconds=seconds, gc_pauses=(*own, *stats.gc_pauses))
 
 
 def _make_engine(config: EngineConfig) -> Engine:

@@ -19,6 +19,7 @@ from engine.server.front_end.control_calls import ControlCalls
 from engine.server.front_end.engine_link import EngineLink
 from engine.server.front_end.errors import ApiError
 from engine.server.front_end.open_request import OpenRequest, Prompt
+from engine.server.front_end.phase_times import MeasuredPhaseTimes, PhaseTimes
 from engine.server.front_end.routing import Router
 from engine.server.front_end.trace import FrontEndTrace
 from engine.server.shared.messages import Abort, Add, ControlAnswer, EngineDown, Outputs, RecordSpans, Started
@@ -118,6 +119,9 @@ class EngineClient:
         self.metrics_table = metrics_table
         self.metrics = metrics_table.rows[row]
         self._limits = limits = config.server
+        self.phases = MeasuredPhaseTimes(self.metrics.phase_cells) if limits.phase_times else PhaseTimes()
+        self._build_events = self.phases.timed("detokenize", _notify)
+        self._write = self.phases.timed("write", self._write_all)
         self._cache = config.cache
         self._open: dict[int, OpenRequest] = {}
         self._next_number = 0
@@ -143,7 +147,7 @@ class EngineClient:
         self, context: zmq.Context[zmq.Socket[bytes]], replica: int, on_outputs: Callable[[Outputs], None]
     ) -> EngineLink:
         """Make the link to a replica, which calls `on_outputs` with each message."""
-        return EngineLink(context, replica, on_outputs, self._notify_groups)
+        return EngineLink(context, replica, on_outputs, self._notify_groups, self.phases)
 
     def connect(self, directory: str, name: str, started: Started) -> None:
         """Connect to an engine process that has started, under the ZeroMQ identity `name`.
@@ -268,7 +272,7 @@ class EngineClient:
             if self.links[replica].down is None:
                 self.links[replica].send(Abort(tuple(numbers)))
 
-    def _write(self) -> None:
+    def _write_all(self) -> None:
         writes, self._writes = self._writes, []
         for write, data in writes:
             try:
@@ -332,8 +336,7 @@ class EngineClient:
     def _notify_groups(self) -> None:
         """Notify the groups with new events, then write what they built."""
         groups, self._updated_groups = self._updated_groups, []
-        for group in groups:
-            group.notify()
+        self._build_events(groups)
         self._write()
         if self.trace is not None and self._delivering_since:
             self.trace.add("event loop", "outputs", self._delivering_since, time.monotonic_ns())
@@ -395,6 +398,12 @@ class EngineClient:
             entry.finish(metrics, output.finish_reason, output.times, output.num_tokens, now)
         if entry.group.put(entry.index, output.tokens, output):
             self._updated_groups.append(entry.group)
+
+
+def _notify(groups: Iterable[RequestGroup]) -> None:
+    """Notify groups, whose listeners build events."""
+    for group in groups:
+        group.notify()
 
 
 def _observe_latency(metrics: ReplicaMetrics, now: float, last_token: float, count: int, num_requests: int) -> None:

@@ -11,6 +11,7 @@ import zmq
 
 from engine.core.executors import MessageDecoder, encode
 from engine.core.types import EngineStats
+from engine.server.front_end.phase_times import PhaseTimes
 from engine.server.shared.heartbeat import Fault, Heartbeat
 from engine.server.shared.messages import SOCKET, EngineDown, FrontEndToEngine, Hello, Outputs, Probe, Started
 
@@ -27,6 +28,7 @@ class EngineLink:
         replica: int,
         on_outputs: Callable[[Outputs], None],
         on_batch_end: Callable[[], None],
+        phases: PhaseTimes,
     ) -> None:
         """on_outputs: called with each message. on_batch_end: called when all received messages have been handled."""
         self.replica = replica
@@ -42,6 +44,7 @@ class EngineLink:
         self._context = context
         self._on_outputs = on_outputs
         self._on_batch_end = on_batch_end
+        self._on_readable = phases.timed("deliver", self._receive)
         self._decoder: MessageDecoder[Outputs] = MessageDecoder(Outputs)
         self._socket: zmq.Socket[bytes] | None = None
 
@@ -58,7 +61,7 @@ class EngineLink:
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.IDENTITY, name.encode())
         self._socket.connect(f"ipc://{Path(directory) / SOCKET.format(self.replica, self.incarnation)}")
-        asyncio.get_running_loop().add_reader(self._socket.FD, self._receive)
+        asyncio.get_running_loop().add_reader(self._socket.FD, self._on_readable)
         self.send(Hello())
 
     def send(self, message: FrontEndToEngine) -> None:
@@ -117,7 +120,7 @@ class EngineLink:
         events = self._socket.getsockopt(zmq.EVENTS)
         assert isinstance(events, int)
         if events & zmq.POLLIN:
-            asyncio.get_running_loop().call_soon(self._receive)
+            asyncio.get_running_loop().call_soon(self._on_readable)
 
     def _receive(self) -> None:
         while self._socket is not None:

@@ -155,6 +155,7 @@ class _FrontEnd:
     def _beat(self) -> None:
         """Record that the event loop runs, for the supervisor; schedules its next call."""
         self._client.metrics.beat()
+        self._client.phases.update()
         asyncio.get_running_loop().call_later(HEARTBEAT_INTERVAL, self._beat)
 
     async def _wait_for_engines(self) -> Started | None:
@@ -209,8 +210,10 @@ class _FrontEnd:
             tls_context(self._config.server),
         )
         receiver.start()
-        gc.collect()
-        gc.freeze()  # objects made at start-up live on; later collections need not scan them
+        if self._config.server.gc_freeze:
+            gc.collect()
+            gc.freeze()  # objects made at start-up live on; later collections need not scan them
+        self._client.metrics.gc_pauses.listen()
         self._supervisor.send(Ready())
         draining: asyncio.Task[None] | None = None
         while True:

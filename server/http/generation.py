@@ -87,7 +87,8 @@ class Generation:
         """Where times and counts are recorded; None: the request is not traced."""
 
     def __enter__(self) -> Generation:
-        self._group = self._client.submit(self._requests, self._choices_per_prompt)
+        submit = self._client.phases.timed("route", self._client.submit)
+        self._group = submit(self._requests, self._choices_per_prompt)
         return self
 
     def __exit__(
@@ -118,8 +119,13 @@ class Generation:
     async def next(self) -> list[Delta]:
         """Wait for outputs; at most one delta per choice. Raises ApiError when a choice failed."""
         assert self._group is not None
+        events = await self._group.next()
+        return self._client.phases.timed("detokenize", self._deltas)(events)
+
+    def _deltas(self, events: Sequence[OutputEvent]) -> list[Delta]:
+        """Detokenize events; at most one delta per choice."""
         deltas: dict[int, Delta] = {}
-        for event in await self._group.next():
+        for event in events:
             choice = event[0]
             if choice in self.running:
                 self._feed(event, deltas.setdefault(choice, Delta(choice)))

@@ -28,6 +28,7 @@ from engine.server.http.text_threads import TextThreads
 from engine.server.metrics.reports import EngineReport, Route
 from engine.server.shared.heartbeat import Fault
 from engine.server.shared.messages import Started
+from engine.server.shared.metrics_table import FrontEndPhase
 
 T = TypeVar("T")
 
@@ -95,6 +96,7 @@ class Service:
         """The routes whose requests are counted, by slot of HttpMetrics."""
         self.active = 0
         """Number of POST requests being answered."""
+        self._phases = client.phases
         self._threads = TextThreads()
         self._token_cache = TokenCache(tokenizer, config.server.token_cache_bytes)
 
@@ -185,24 +187,26 @@ class Service:
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Tokenize `text`; special: add special tokens. Raises ApiError for a text that the context cannot hold."""
         if len(text) < THREAD_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens=special)
-        return await self._threads.run(partial(self._encode_long, text, special))
+            return self._phases.timed("tokenize", self.tokenizer.encode)(text, add_special_tokens=special)
+        return await self._in_thread("tokenize", partial(self._encode_long, text, special))
 
     async def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize several prompts, one after another, so that other clients' texts get their turns. See `encode`."""
         tokens: list[list[int]] = []
         for batch in _batches(texts):
             if sum(map(len, batch)) < THREAD_CHARS:
-                tokens += map(self.tokenizer.encode, batch)
+                tokens += map(self._phases.timed("tokenize", self.tokenizer.encode), batch)
                 await asyncio.sleep(0)
             else:
-                tokens += await self._threads.run(partial(list, map(self._encode_long, batch)))
+                tokens += await self._in_thread("tokenize", partial(list, map(self._encode_long, batch)))
         return tokens
 
     async def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of tokens."""
         decode = partial(self.tokenizer.decode, tokens, skip_special_tokens=skip_special_tokens)
-        return decode() if len(tokens) < THREAD_TOKENS else await self._threads.run(decode)
+        if len(tokens) < THREAD_TOKENS:
+            return self._phases.timed("detokenize", decode)()
+        return await self._in_thread("detokenize", decode)
 
     async def encode_chat(self, messages: Sequence[Message]) -> ChatPrompt:
         """Render and tokenize the messages of a chat. Raises ApiError or InvalidRequestError."""
@@ -245,7 +249,12 @@ class Service:
         least: characters to which the values add.
         """
         size = least + sum(json_size(value, THREAD_CHARS) for value in values)
-        return work() if size < THREAD_CHARS else await self._threads.run(work)
+        if size < THREAD_CHARS:
+            return self._phases.timed("tokenize", work)()
+        return await self._in_thread("tokenize", work)
+
+    async def _in_thread(self, phase: FrontEndPhase, work: Callable[[], T]) -> T:
+        return await self._threads.run(self._phases.timed_in_thread(phase, work))
 
     def _check_number(self, messages: Sequence[object], parameter: str) -> None:
         if len(messages) > self.max_len:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+from engine.core.gc_pauses import GC_BOUNDS
 from engine.core.histogram import PREEMPTIONS_BOUNDS, STEP_TOKENS_BOUNDS
 from engine.core.types import HistogramCounts
 from engine.server.metrics import buckets
 from engine.server.metrics.cache_metrics import CACHE_METRICS
 from engine.server.metrics.definition import Kind, Metric, Sample, VllmName, by_label
+from engine.server.metrics.gc_metrics import pause_samples
 from engine.server.metrics.reports import EngineReport, ReplicaReport
 from engine.server.metrics.roofline import ROOFLINE_METRICS
 from engine.server.shared.request_metrics import HISTOGRAMS
@@ -100,6 +102,11 @@ def _only_vllms(
 ) -> Metric[ReplicaReport]:
     """A metric that has a name of ours under another definition, or is always 0 here, and that others ask for."""
     return Metric(name="", kind=kind, help=help_text, read=read, labels=labels, vllm=VllmName(name=name))
+
+
+def _engine_pauses(report: ReplicaReport) -> Iterator[Sample]:
+    for process, counts in report.engine.stats.gc_pauses:
+        yield from pause_samples(counts, process)
 
 
 REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
@@ -307,6 +314,14 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
         help="Seconds spent, by phase of a step.",
         labels=("phase",),
         read=lambda report: by_label(report.engine.stats.seconds),
+    ),
+    Metric(
+        name="gc_seconds",
+        kind="histogram",
+        help="Pauses of garbage collections in the engine's process and in the worker of rank 0.",
+        labels=("process", "generation"),
+        bounds=GC_BOUNDS,
+        read=_engine_pauses,
     ),
     _of_engine(
         "counter",

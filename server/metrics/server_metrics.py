@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from engine.core.gc_pauses import GC_BOUNDS
 from engine.server.metrics import buckets
 from engine.server.metrics.definition import Kind, Metric, Sample, VllmName, by_label
+from engine.server.metrics.gc_metrics import pause_samples
 from engine.server.metrics.processes import Process
 from engine.server.metrics.reports import ServerReport
+from engine.server.shared.metrics_table import FRONT_END_PHASES
 
 
 def _http_requests(server: ServerReport) -> Iterator[Sample]:
@@ -22,6 +25,11 @@ def _http_durations(server: ServerReport) -> Iterator[Sample]:
         durations = server.counts.http.durations(slot)
         if any(durations.counts):
             yield (path, method), durations
+
+
+def _front_end_seconds(server: ServerReport) -> list[Sample]:
+    cells = server.counts.phase_cells
+    return by_label(zip(FRONT_END_PHASES, cells, strict=True)) if any(cells) else []
 
 
 SERVER_METRICS: tuple[Metric[ServerReport], ...] = (
@@ -43,6 +51,21 @@ SERVER_METRICS: tuple[Metric[ServerReport], ...] = (
         kind="counter",
         help="Requests whose traces could not be sent.",
         read=lambda server: [((), server.counts.lost_traces)],
+    ),
+    Metric(
+        name="front_end_seconds",
+        kind="counter",
+        help="CPU time of the front ends by phase, with server.phase_times.",
+        labels=("phase",),
+        read=_front_end_seconds,
+    ),
+    Metric(
+        name="front_end_gc_seconds",
+        kind="histogram",
+        help="Pauses of garbage collections in the front ends.",
+        labels=("generation",),
+        bounds=GC_BOUNDS,
+        read=lambda server: pause_samples(server.counts.gc_pauses.counts()),
     ),
     Metric(
         name="admission_rejections",

@@ -88,12 +88,17 @@ class RayService(Service):
         return states or [missing]
 
 
+OF_ONE_ENGINE = frozenset({"cache", "kv_events", "work", "peaks", "gc_pauses", "graph_replays", "graph_misses"})
+"""Statistics that are of use for one engine alone, or have no sum: left out."""
+
+
 def merged(stats: Sequence[EngineStats]) -> EngineStats:
-    """The sum of the statistics of several engines."""
+    """The sum of the statistics of several engines, without those of OF_ONE_ENGINE."""
     return EngineStats(
         **{
             field.name: _sum([getattr(one, field.name) for one in stats], getattr(EngineStats(), field.name))
             for field in attrs.fields(EngineStats)
+            if field.name not in OF_ONE_ENGINE
         }
     )
 

@@ -17,6 +17,7 @@ from engine.core.types import Request
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.engine_link import EngineLink
 from engine.server.front_end.errors import ApiError
+from engine.server.front_end.phase_times import PhaseTimes
 from engine.server.ray_serve.messages import Answer, Controlled, Declined, Ended, Produced, Run, Stop
 from engine.server.shared.heartbeat import Fault
 from engine.server.shared.messages import Abort, Add, Control, ControlAnswer, FrontEndToEngine, Outputs
@@ -88,7 +89,8 @@ class RayClient(EngineClient):
     def _make_link(
         self, context: zmq.Context[zmq.Socket[bytes]], replica: int, on_outputs: Callable[[Outputs], None]
     ) -> EngineLink:
-        return RayLink(context, on_outputs, self._notify_groups, self.fail_requests, self._engines, self._fault_reader)
+        notify, fail = self._notify_groups, self.fail_requests
+        return RayLink(context, on_outputs, notify, self.phases, fail, self._engines, self._fault_reader)
 
 
 class RayLink(EngineLink):
@@ -99,12 +101,13 @@ class RayLink(EngineLink):
         context: zmq.Context[zmq.Socket[bytes]],
         on_outputs: Callable[[Outputs], None],
         on_batch_end: Callable[[], None],
+        phases: PhaseTimes,
         on_failure: Callable[[Iterable[int], ApiError], None],
         engines: Any,
         fault: FaultReader,
     ) -> None:
         """on_failure: called with the requests that have failed. engines, fault: see RayClient."""
-        super().__init__(context, 0, on_outputs, on_batch_end)
+        super().__init__(context, 0, on_outputs, on_batch_end, phases)
         self._on_failure = on_failure
         self._engines = engines
         self._generate = engines.options(method_name="generate", stream=True)

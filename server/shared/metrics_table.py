@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
+from engine.core.gc_pauses import GcPauses
 from engine.server.shared.request_metrics import FINISH_REASONS, Cells, HttpMetrics, ReplicaMetrics, by_name
 
 DropReason = Literal["lost", "refused", "evicted", "invalid", "header_timeout", "body_timeout", "write_timeout"]
@@ -27,6 +28,15 @@ Rejection = Literal["overloaded", "engine_failed", "rate_limit_exceeded", "shutt
 """The `code` of the error with which the server declines a request that it could serve at another time."""
 REJECTIONS: tuple[Rejection, ...] = get_args(Rejection)
 
+FrontEndPhase = Literal["http", "tokenize", "route", "deliver", "detokenize", "write"]
+"""What a front end's event loop does.
+
+http: all that is in no other phase: parsing and checking requests, responses that are not streamed, the event loop;
+tokenize: chat templates and tokenizing, also in threads; route: choosing replicas and sending requests to them;
+deliver: receiving the engine's messages; detokenize: from tokens to text and events; write: events to the sockets.
+"""
+FRONT_END_PHASES: tuple[FrontEndPhase, ...] = get_args(FrontEndPhase)
+
 HEARTBEAT_INTERVAL = 0.5
 """Seconds between two heartbeats of a front end."""
 CLOSED_CONNECTIONS, CONNECTIONS, HEARTBEATS, PID, LOST_TRACES, NUM_SINGLE = range(6)
@@ -36,7 +46,7 @@ CLOSED_CONNECTIONS, CONNECTIONS, HEARTBEATS, PID, LOST_TRACES, NUM_SINGLE = rang
 class FrontEndMetrics:
     """One row of the metrics table: what one front end counts and measures."""
 
-    _SIZE = NUM_SINGLE + len(DROP_REASONS) + len(REJECTIONS) + HttpMetrics.SIZE
+    _SIZE = NUM_SINGLE + len(DROP_REASONS) + len(REJECTIONS) + HttpMetrics.SIZE + len(FRONT_END_PHASES) + GcPauses.SIZE
 
     def __init__(self, cells: memoryview[float]) -> None:
         """cells: the row, `size` numbers."""
@@ -45,6 +55,10 @@ class FrontEndMetrics:
         self._dropped = at.take(len(DROP_REASONS))
         self._rejected = at.take(len(REJECTIONS))
         self.http = HttpMetrics(at.take(HttpMetrics.SIZE))
+        self.phase_cells = at.take(len(FRONT_END_PHASES))
+        """CPU seconds of each of FRONT_END_PHASES; all 0 unless server.phase_times."""
+        self.gc_pauses = GcPauses(at.take(GcPauses.SIZE))
+        """Garbage collections of the front end."""
         self.replicas = [ReplicaMetrics(part) for part in at.parts(ReplicaMetrics.SIZE)]
 
     @classmethod

@@ -11,6 +11,7 @@ import pytest
 from engine.core.protocols import Delta
 from engine.core.types import Output, Request
 from engine.server.front_end.engine_client import RequestGroup
+from engine.server.front_end.phase_times import PhaseTimes
 from engine.server.http import generation as module
 from engine.server.http.generation import Generation, Templates
 from tests.server.fake_front_end import ByteTokenizer
@@ -21,6 +22,7 @@ class GroupOnly:
 
     def __init__(self) -> None:
         self.aborted: list[int] = []
+        self.phases = PhaseTimes()
         self.group = RequestGroup(lambda numbers, _: self.aborted.extend(numbers), ())
 
     def submit(self, requests: Sequence[Request], choices: int) -> RequestGroup:

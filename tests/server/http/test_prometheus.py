@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from array import array
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from engine.server.metrics.definition import VLLM_PREFIX
 from engine.server.metrics.metric_list import REPLICA_METRICS
 from engine.server.metrics.reports import EngineReport
 from engine.server.metrics.server_metrics import HTTP_METRICS, PROCESS_METRICS, SERVER_METRICS
-from engine.server.shared.metrics_table import FrontEndMetrics, MetricsTable
+from engine.server.shared.metrics_table import FRONT_END_PHASES, FrontEndMetrics, MetricsTable
 from engine.server.shared.request_metrics import FinishedRequest
 
 ALL = (*REPLICA_METRICS, *SERVER_METRICS, *HTTP_METRICS, *PROCESS_METRICS)
@@ -355,3 +356,29 @@ def test_declined_requests_are_counted_by_the_code_of_the_error() -> None:
     assert found["engine_admission_rejections_total", "shutting_down"] == 1
     assert found["vllm:admission_rejections_total", "max_num_queued_reqs"] == 2
     assert found["vllm:admission_rejections_total", "max_num_queued_tokens"] == 0
+
+
+def report(stats: EngineStats | None = None) -> EngineReport:
+    return EngineReport(up=True, stats=stats or EngineStats())
+
+
+def test_front_end_seconds_are_exported_by_phase_when_measured() -> None:
+    numbers = board(2)
+    assert "engine_front_end_seconds" not in exporter(numbers, report()).text().decode()
+    for row in numbers.rows:
+        row.phase_cells[FRONT_END_PHASES.index("route")] = 1.5
+    text = exporter(numbers, report()).text().decode()
+    assert re.search(r'engine_front_end_seconds_total{.*phase="route"} 3.0', text)
+    assert re.search(r'engine_front_end_seconds_total{.*phase="write"} 0.0', text)
+
+
+def test_collections_are_exported_by_process_and_generation() -> None:
+    numbers = board()
+    for phase in ("start", "stop"):
+        numbers.rows[0].gc_pauses._on_collection(phase, {"generation": 2})
+    counts = ((0.0,) * 11, (0.0, 0.0, 2.0, *[0.0] * 7, 0.001), (0.0,) * 11)
+    text = exporter(numbers, report(EngineStats(gc_pauses=(("worker", counts),)))).text().decode()
+    assert re.search(r'engine_front_end_gc_seconds_count{.*generation="2"} 1.0', text)
+    assert re.search(r'engine_gc_seconds_bucket{.*process="worker",generation="1",le="0.001"} 2.0', text)
+    assert re.search(r'engine_gc_seconds_bucket{.*process="worker",generation="1",le="0.0003"} 0.0', text)
+    assert re.search(r'engine_gc_seconds_sum{.*process="worker",generation="1"} 0.001', text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,6 +14,7 @@ from engine.core.config import EngineConfig
 from engine.core.protocols import json_size
 from engine.core.types import SamplingParams
 from engine.server.front_end.errors import ApiError
+from engine.server.front_end.phase_times import PhaseTimes
 from engine.server.http.request_bodies import Message
 from engine.server.http.service import LONG_TOKEN_CHARS, THREAD_CHARS, Service
 from engine.server.shared.messages import Started
@@ -49,7 +51,8 @@ def service(tokenizer: CountingTokenizer, fake_config: Callable[..., EngineConfi
     started = Started(
         cache=cast("Any", None), choices=(), max_len=MAX_LEN, vocab_size=1, default_params=SamplingParams(), seconds=0.0
     )
-    return Service(fake_config(), cast("Any", None), cast("Any", tokenizer), started, 0)
+    client = SimpleNamespace(phases=PhaseTimes())
+    return Service(fake_config(), cast("Any", client), cast("Any", tokenizer), started, 0)
 
 
 def user(content: str) -> Message:
