@@ -7,7 +7,7 @@ import attrs
 
 from engine.core.executors import encode
 from engine.core.types import CacheInfo, EngineStats, HistogramCounts
-from engine.server.ray_serve.cluster_state import ClusterState, RayService, merged
+from engine.server.ray_serve.cluster_state import OF_ONE_ENGINE, ClusterState, RayService, merged
 from engine.server.ray_serve.messages import ReplicaState
 
 CACHE = CacheInfo(
