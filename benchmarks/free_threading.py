@@ -24,7 +24,6 @@ import os
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -154,8 +153,8 @@ MEASUREMENTS: Mapping[str, Callable[[], dict[str, float]]] = {"engine": run_engi
 
 
 def build(python: str) -> str:
-    """The version of an interpreter, and how it was built."""
-    code = "import sys, sysconfig; print(sys.version.replace(chr(10), ' '), sysconfig.get_config_var('CONFIG_ARGS'))"
+    """The version of an interpreter, and the flags that it was compiled with."""
+    code = "import sys, sysconfig; print(sys.version.split(' (')[0], '|', sysconfig.get_config_var('CFLAGS'))"
     done = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
     return done.stdout.strip()
 
@@ -200,7 +199,6 @@ def main() -> None:
             "cores": len(os.sched_getaffinity(0)),
             "load of the machine": [min(loads), max(loads)],
             "PYTHON_GIL": os.environ.get("PYTHON_GIL"),
-            "compiler": sysconfig.get_config_var("CC"),
         }
         write(arguments.json, report("free-threading", arguments.machine, rows, settings))
 

@@ -99,11 +99,11 @@ class Download:
         waiting, ended = queue.SimpleQueue[RemoteFile](), queue.SimpleQueue[BaseException | None]()
         for file in self._files:
             waiting.put(file)
+        self._report()  # before any thread runs: what was in the cache already
         for _ in range(min(WORKERS, len(self._files))):
             # Daemons: an interrupted command must not wait for requests of other threads.
             threading.Thread(target=self._work, args=(waiting, ended), daemon=True, name="download").start()
         try:
-            self._report()
             left = len(self._files)
             while left:
                 with contextlib.suppress(queue.Empty):

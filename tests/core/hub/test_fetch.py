@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,13 @@ def directory_of(name: str = NAME) -> Path:
     """The only directory of a model in the cache."""
     [directory] = Cache.of(name).folder.glob("snapshots/*")
     return directory
+
+
+def test_the_first_report_comes_before_any_thread_downloads(hub: Hub) -> None:
+    hub.add(NAME, FILES)
+    running: list[set[str]] = []
+    fetch(NAME, listener=lambda _: running.append({thread.name for thread in threading.enumerate()}))
+    assert "download" not in running[0]
 
 
 def test_fetch_downloads_what_is_needed_and_only_asks_for_the_commit_later(hub: Hub) -> None:
