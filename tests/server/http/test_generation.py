@@ -23,10 +23,10 @@ class GroupOnly:
     def __init__(self) -> None:
         self.aborted: list[int] = []
         self.phases = PhaseTimes()
-        self.group = RequestGroup(lambda numbers, _: self.aborted.extend(numbers), ())
+        self.group = RequestGroup(lambda numbers, *_: self.aborted.extend(numbers), ())
 
     def submit(self, requests: Sequence[Request], choices: int) -> RequestGroup:
-        self.group = RequestGroup(lambda numbers, _: self.aborted.extend(numbers), range(len(requests) * choices))
+        self.group = RequestGroup(lambda numbers, *_: self.aborted.extend(numbers), range(len(requests) * choices))
         return self.group
 
 
