@@ -66,20 +66,20 @@ class StepLauncher:
         self._device = device
         self._decode_graphs = graphs.decode
         self._piecewise_graphs = graphs.piecewise
-        self._run: Callable[[Step], PendingStep] = self._launch
+        self._observer: Callable[[Step, Callable[[Step], PendingStep]], PendingStep] | None = None
 
     @torch.inference_mode()
     def launch(self, step: Step) -> PendingStep:
         """Run the step. On a GPU the call returns once the kernels are launched."""
         enter_device(self._device)
-        pending = self._run(step)
+        pending = self._launch(step) if self._observer is None else self._observer(step, self._launch)
         if self._first_uses is not None:
             pending.first_use = self._first_uses.take()
         return pending
 
     def observe(self, observer: Callable[[Step, Callable[[Step], PendingStep]], PendingStep] | None) -> None:
         """Have steps launched by `observer(step, launch)`; None: without one, as at the start."""
-        self._run = self._launch if observer is None else lambda step: observer(step, self._launch)
+        self._observer = observer
 
     def graph_size(self, step: Step) -> int | None:
         """Batch size of the CUDA graph of a step; None if the step is launched without one."""

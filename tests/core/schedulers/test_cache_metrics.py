@@ -28,7 +28,9 @@ LIMITS = settings(max_examples=40, deadline=None, derandomize=True, database=Non
 
 
 def histogram(values: Sequence[float]) -> HistogramCounts:
-    """A histogram, by its definition."""
+    """A histogram, by its definition; empty without values."""
+    if not values:
+        return HistogramCounts()
     bounds = (-1.0, *RESIDENCY_BOUNDS, float("inf"))
     return HistogramCounts(
         tuple(sum(low < value <= high for value in values) for low, high in pairwise(bounds)), sum(values)

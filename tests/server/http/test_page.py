@@ -33,7 +33,7 @@ class _Service(SimpleNamespace):
 def respond(method: str, path: str, *, keys: tuple[str, ...] = (), page: bool = True, **headers: str) -> httpx.Response:
     """The response of an application without an engine."""
     limits = ServerConfig(openapi=False, page=page)
-    service: Any = _Service(limits=limits, draining=False, error_bodies={})
+    service: Any = _Service(limits=limits, draining=False, error_bodies={}, tracer=None)
     app = make_app(service, keys, None, load_plugins())
 
     async def with_state(scope: Any, receive: Any, send: Any) -> None:

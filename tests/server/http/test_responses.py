@@ -228,7 +228,7 @@ def test_a_disconnect_cancels_the_preparation_of_a_response() -> None:
         async def send(message: Any) -> None:
             ended.append(message["type"])
 
-        task = asyncio.ensure_future(prepared(prepare)({"type": "http"}, receive, send))
+        task = asyncio.ensure_future(prepared(prepare)({"type": "http", "state": {}}, receive, send))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         disconnected.set()
