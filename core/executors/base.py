@@ -96,7 +96,7 @@ class Executor(ABC):
     def call(self, name: str, arguments: Mapping[str, Any]) -> list[Any]:
         """Run a control operation (core/runner/control.py) on every rank; return the answers, by rank.
 
-        Ordered with the steps: each rank has run all steps submitted before, also those whose results nobody has
+        Ordered with the steps: each rank has run all steps submitted before, also those whose results no one has
         fetched, and begins those submitted after once it has answered. Waits for all answers. Arguments and answers are
         plain data of at most MAX_CALL_BYTES (core/executors/control.py) each.
 

@@ -41,7 +41,7 @@ class ControlCalls:
             del self._waiting[number]
 
     def resolve(self, answers: Iterable[ControlAnswer]) -> None:
-        """Resolve the calls that these answer; an answer that nobody waits for any more is dropped."""
+        """Resolve the calls that these answer; an answer that no one waits for is dropped."""
         for answer in answers:
             _, future = self._waiting.get(answer.number, (0, None))
             if future is None or future.done():

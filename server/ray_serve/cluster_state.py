@@ -62,7 +62,7 @@ class ClusterState:
 
 
 class RayService(Service):
-    """See Service. Its replicas are Ray Serve's, whose number changes."""
+    """The service of a front end whose replicas are Ray Serve's; their number changes."""
 
     state: ClusterState
     cache: CacheInfo

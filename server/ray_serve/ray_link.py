@@ -94,7 +94,7 @@ class RayClient(EngineClient):
 
 
 class RayLink(EngineLink):
-    """See EngineLink. Its replica is the whole deployment."""
+    """A link whose only replica is the whole deployment of engines."""
 
     def __init__(
         self,
