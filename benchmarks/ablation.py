@@ -9,8 +9,6 @@ docs` makes the table. What a machine or plugin refuses is noted under "refused"
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,12 +16,12 @@ from typing import Any
 
 from attrs import asdict
 from models import MODELS, write_model
+from own_process import print_result, run_in_own_process
 
 from engine.cli.bench import latency, throughput
 from engine.cli.bench.load import make_load, opened
 from engine.cli.bench.report import Row, engine_settings, report, write
 from engine.core.config import load_config
-from engine.core.errors import EngineError
 from engine.plugins.schedulers.fcfs import FirstComeFirstServed
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -109,28 +107,21 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown variants {', '.join(unknown)}; known: {', '.join(VARIANTS)}")
     if arguments.here:
-        try:
-            print(json.dumps(measure(labels[0], arguments.model, arguments.given, small=arguments.small)))
-        except EngineError as error:
-            print(json.dumps({"refused": str(error)}))
+        print_result(lambda: measure(labels[0], arguments.model, arguments.given, small=arguments.small))
         return
 
     rows: list[Row] = []
     refused: dict[str, str] = {}
     machine, settings = "", {}
     for label in labels:
-        command = [sys.executable, __file__, "--here", "--only", label, "--model", arguments.model]
-        command += [f"--set={text}" for text in arguments.given] + ["--small"] * arguments.small
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            refused[label] = f"the process ended with status {done.returncode}"
+        options = ["--here", "--only", label, "--model", arguments.model]
+        options += [f"--set={text}" for text in arguments.given] + ["--small"] * arguments.small
+        found = run_in_own_process(__file__, options)
+        if "refused" in found:
+            refused[label] = found["refused"]
         else:
-            found = json.loads(done.stdout.splitlines()[-1])
-            if "refused" in found:
-                refused[label] = found["refused"]
-            else:
-                rows += [Row(**row) for row in found["rows"]]
-                machine, settings = found["machine"], settings or found["settings"]
+            rows += [Row(**row) for row in found["rows"]]
+            machine, settings = found["machine"], settings or found["settings"]
         print(f"{label}: {refused.get(label, 'measured')}", file=sys.stderr)
     if not rows:
         sys.exit("error: no variant could be measured; their own words are above")

@@ -14,9 +14,7 @@ Loads: decode (many requests of 128 tokens in and 128 out), text (the same from 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,13 +28,13 @@ import known_gains_off as off
 from ablation import SeveralSteps
 from attrs import Factory, frozen
 from models import MODELS, write_model
+from own_process import print_result, run_in_own_process
 
 from engine.cli.bench.level import percentile
 from engine.cli.bench.load import Load, make_load, opened, random_tokens, run_load
 from engine.cli.bench.report import Row, engine_settings, report, write
 from engine.core.config import load_config
 from engine.core.engine import Engine
-from engine.core.errors import EngineError
 from engine.core.types import Request, SamplingParams
 
 OVERLAPPING = {"scheduler.overlap": "on"}
@@ -138,14 +136,8 @@ def prefix(engine: Engine, case: Case, sizes: Sizes) -> Figures:
 
 
 def _rate(engine: Engine, load: Load, prompts: list[tuple[int, ...]] | None = None) -> Figures:
-    prompts = prompts or load.prompts(engine.vocab_size)
-    before, begin = engine.stats().generation_tokens, time.perf_counter()
-    for request in load.requests(engine.vocab_size, "measured-", prompts=prompts):
-        engine.add(request)
-    while engine.has_work:
-        engine.step()
-    seconds = time.perf_counter() - begin
-    return {"output tokens a second": ((engine.stats().generation_tokens - before) / seconds, "tokens/s")}
+    measured = run_load(engine, load, prefix="measured-", prompts=prompts)
+    return {"output tokens a second": (measured.output_tokens / measured.seconds, "tokens/s")}
 
 
 def text(engine: Engine, case: Case, sizes: Sizes) -> Figures:
@@ -215,13 +207,8 @@ LOADS: dict[str, Callable[[Engine, Case, Sizes], Figures]] = {
 
 def run_case(arguments: argparse.Namespace, name: str, side: str) -> dict[str, Any]:
     """Measure one side of a gain in a process of its own: what `measure` returns, or {"refused": sentence}."""
-    command = [sys.executable, __file__, "--here", "--only", name, "--side", side, "--model", arguments.model]
-    command += ["--size", arguments.size, *(f"--set={text}" for text in arguments.given)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        return {"refused": f"the process ended with status {done.returncode}"}
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    options = ["--here", "--only", name, "--side", side, "--model", arguments.model, "--size", arguments.size]
+    return run_in_own_process(__file__, [*options, *(f"--set={text}" for text in arguments.given)])
 
 
 def rows_of(name: str, on: list[dict[str, Any]], without: list[dict[str, Any]]) -> list[Row]:
@@ -256,10 +243,7 @@ def main() -> None:
     if arguments.here:
         case = GAINS[names[0]][arguments.side == "off"]
         given = dict(text.split("=", 1) for text in arguments.given)
-        try:
-            print(json.dumps(measure(case, arguments.model, given, SIZES[arguments.size])))
-        except EngineError as error:
-            print(json.dumps({"refused": str(error)}))
+        print_result(lambda: measure(case, arguments.model, given, SIZES[arguments.size]))
         return
 
     rows: list[Row] = []

@@ -118,9 +118,9 @@ def make_load(count: int, inputs: tuple[int, int], outputs: tuple[int, int], see
     return Load(name=name, lengths=tuple((prompt, draw.randint(*outputs)) for prompt in prompts), seed=seed)
 
 
-def run_load(engine: Engine, load: Load, *, prefix: str = "") -> Measured:
-    """Add all requests to the engine, then step until the last token."""
-    prompts = load.prompts(engine.vocab_size, prefix)
+def run_load(engine: Engine, load: Load, *, prefix: str = "", prompts: list[tuple[int, ...]] | None = None) -> Measured:
+    """Add all requests to the engine, then step until the last token. prefix, prompts: as for `Load.requests`."""
+    prompts = prompts or load.prompts(engine.vocab_size, prefix)
     before = engine.stats()
     begin = time.perf_counter()
     for request in load.requests(engine.vocab_size, prefix, prompts=prompts):
