@@ -45,12 +45,13 @@ def read_processes(
         wanted.append(("engine", str(replica), pid))
         workers = enumerate(_children(proc, pid)) if pid else ()
         wanted += [("worker", f"{replica}.{number}", worker) for number, worker in workers]
-    found = (_read(proc, role, number, pid) for role, number, pid in wanted if pid)
+    boot = _boot_time(proc)
+    found = (_read(proc, boot, role, number, pid) for role, number, pid in wanted if pid)
     return [process for process in found if process is not None]
 
 
-def _read(proc: Path, role: str, number: str, pid: int) -> Process | None:
-    """One process; None when it has ended."""
+def _read(proc: Path, boot: float, role: str, number: str, pid: int) -> Process | None:
+    """One process; None when it has ended. boot: when the system started, time.time()."""
     directory = proc / str(pid)
     try:
         fields = (directory / "stat").read_text().rpartition(")")[2].split()
@@ -68,7 +69,7 @@ def _read(proc: Path, role: str, number: str, pid: int) -> Process | None:
         descriptors=descriptors,
         max_descriptors=int(limit[1]) if limit else 0,
         threads=int(fields[17]),
-        started=_boot_time(proc) + int(fields[19]) / ticks,
+        started=boot + int(fields[19]) / ticks,
     )
 
 
@@ -81,6 +82,9 @@ def _children(proc: Path, pid: int) -> Iterator[int]:
 
 
 def _boot_time(proc: Path) -> float:
-    """When the system started, time.time()."""
-    found = re.search(r"^btime (\d+)", (proc / "stat").read_text(), re.MULTILINE)
+    """When the system started, time.time(); 0 where there is no /proc."""
+    try:
+        found = re.search(r"^btime (\d+)", (proc / "stat").read_text(), re.MULTILINE)
+    except OSError:
+        return 0.0
     return float(found[1]) if found else 0.0
