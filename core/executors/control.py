@@ -1,7 +1,7 @@
 """Control calls: their encoding between an executor and its ranks, and how a rank answers one.
 
-A call travels where steps travel, and so is ordered with them. Its first byte tells it from a step (`CALL_BYTE`), so
-that ranks decode a step as if there were no calls.
+A call travels where steps travel, and so is ordered with them. Its first byte distinguishes it from a step
+(`CALL_BYTE`), so that ranks decode a step as if there were no calls.
 """
 
 from __future__ import annotations

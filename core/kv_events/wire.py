@@ -76,7 +76,7 @@ def _hashes(digests: Sequence[bytes]) -> list[int]:
 
 
 def _group(number: int, kind: BlockKind) -> dict[str, Any]:
-    """The fields that tell what layers a block is for."""
+    """The fields that say which layers a block is for."""
     latent = kind.name == "latent"
     if kind.window is None:
         return {"group_idx": number, "kv_cache_spec_kind": "mla_attention" if latent else "full_attention"}

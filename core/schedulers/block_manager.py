@@ -81,7 +81,7 @@ class BlockManager:
         prefix_caching: bool = True,
         observer: CacheObserver | None = None,
     ) -> None:
-        """observer: is notified of what happens to blocks; None: nobody is."""
+        """observer: is notified of what happens to blocks; None: nothing is."""
         self._observer = observer
         self.num_blocks = num_blocks
         self.block_size = block_size

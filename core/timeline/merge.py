@@ -189,7 +189,7 @@ def _kineto_events(file: Path, tracks: _Tracks, base: int, number: int) -> Itera
     for event in events:
         pid, tid = event.get("pid"), event.get("tid")
         if event["ph"] not in ("X", "s", "f", "i") or not isinstance(pid, int):
-            continue  # names, which are made anew, and notes of the profiler about itself
+            continue  # names, which are written again, and notes of the profiler about itself
         label = names.get(("process_labels", pid, 0), "CPU")
         process = tracks.own if label == "CPU" else tracks.process(label)
         row = tracks.row(process, ("kineto", tid), names.get(("thread_name", pid, tid), f"thread {tid}"))

@@ -185,7 +185,7 @@ class Recorder:
         self._merging = start_merge(job)
 
     def check_time(self) -> None:
-        """End a recording that nobody has stopped in time; for an engine without steps."""
+        """End a recording that has not been stopped in time; for an engine without steps."""
         if self._spans is not None and time.monotonic() > self._deadline:
             self.stop()
 
