@@ -134,7 +134,7 @@ def test_a_running_server_is_watched(run: Any, server: str, tmp_path: Path) -> N
     ("options", "error"),
     [
         (["--pid", "1"], "--pid needs --url"),
-        (["--url", "http://127.0.0.1:9", "--tp", "2"], "leave out executor.tensor_parallel"),
+        (["--url", "http://127.0.0.1:9", "--tp", "2"], "executor.tensor_parallel (by "),
         (["--url", "127.0.0.1:9"], "is not an address of a server"),
     ],
 )
