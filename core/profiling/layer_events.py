@@ -116,8 +116,6 @@ class HostEvents:
         self.launches: dict[int, Launch] = {}
         """By correlation id, in the order in which they were made."""
         self.twins: dict[str, Twin] = {}
-        self.replays: Counter[int] = Counter()
-        """Number of a step -> graphs that it replayed."""
         self.operators: list[Ran] = []
         """Those within steps and not within others, kernels without operators, collectives."""
         self._open: list[_Open] = []
@@ -185,16 +183,13 @@ class HostEvents:
 
     def _launch(self, event: Event) -> None:
         correlation = event.get("args", {}).get("correlation")
-        if correlation is None:
+        if correlation is None or correlation in self.launches:  # a call of the driver within one of the runtime
             return
         top, replays = self._open[-1], "GraphLaunch" in event["name"]
         if self._twin is not None:
             self._twin.launches[-1].append(correlation)
-        if replays and top.counts and top.step is not None:
-            self.replays[top.step] += 1
-            times = self.modules.setdefault(REPLAY, ModuleTimes())
-            times.calls += 1
-            times.cpu += event["dur"]
+        if replays and top.counts:
+            self.modules.setdefault(REPLAY, ModuleTimes()).cpu += event["dur"]
             (top.account or top).own -= event["dur"]
         self.launches[correlation] = Launch(top.module, top.collective, top.step, replays)
 

@@ -29,7 +29,7 @@ from engine.core.types import Step
 if TYPE_CHECKING:
     from engine.core.attention.groups import CacheLayout
     from engine.core.layers import LayerFactory
-    from engine.core.profiling.cost import ModelCost
+    from engine.core.profiling.cost import ModelCost, ModuleCost
     from engine.core.sampling.base import SamplingPath
 
 ROWS_PER_ANSWER = 400
@@ -235,16 +235,18 @@ class LayerProfile:
 
 def _rows(cost: ModelCost, shapes: list[StepShape], found: Attribution) -> list[LayerRow]:
     """A row per module, those that were called first, in the order of their calls."""
-    costs = {module.name: module for module in cost.modules}
+    costs: dict[str, list[ModuleCost]] = {}
+    for module in cost.modules:
+        costs.setdefault(module.name, []).append(module)
     steps, none = found.steps, ModuleTimes()
     rows = []
     for name in dict.fromkeys((*found.modules, *costs)):
-        times, module = found.modules.get(name, none), costs.get(name)
-        work = Work() if module is None else _mean([module.work(shape) for shape in shapes])
+        times, modules = found.modules.get(name, none), costs.get(name, [])
+        work = _mean([sum((module.work(shape) for module in modules), Work()) for shape in shapes])
         rows.append(
             LayerRow(
                 name=name,
-                kind="" if module is None else module.kind,
+                kind=modules[0].kind if modules else "",
                 calls=times.calls / steps,
                 kernels=times.kernels / steps,
                 cpu_us=times.cpu / steps,

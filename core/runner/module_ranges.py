@@ -147,7 +147,7 @@ class _Tree:
             return self._names[id(node)]
         self._names[id(node)] = []  # while its parts are searched, which may refer to it
         self._kept.append(node)
-        names = list(dict.fromkeys(name for part in _parts(node) for name in self.visit(part)))
+        names = list(dict.fromkeys(name for part in self._parts(node) for name in self.visit(part)))
         self._names[id(node)] = names
         if isinstance(node, RotaryEmbedding):
             self.found.append((node, ROTARY))
@@ -155,19 +155,21 @@ class _Tree:
             self.found.append((node, _common(names)))
         return names
 
-
-def _parts(node: object) -> list[object]:
-    """What an object consists of, as far as layers can be there."""
-    if isinstance(node, dict):
-        return list(node.values())
-    if isinstance(node, (list, tuple, set)):
-        return list(node)
-    if isinstance(node, (torch.Tensor, type, RankGroup, LayerFactory, functools.partial)) or not (
-        type(node).__module__.partition(".")[0] not in ("builtins", "types", "functools")
-    ):
-        return []
-    slots = [slot for cls in type(node).__mro__ for slot in _slots(cls)]
-    return [*getattr(node, "__dict__", {}).values(), *(getattr(node, slot) for slot in slots if hasattr(node, slot))]
+    def _parts(self, node: object) -> list[object]:
+        """What an object consists of, as far as layers can be there."""
+        if isinstance(node, dict):
+            return list(node.values())
+        if isinstance(node, (list, tuple, set)):
+            return list(node)
+        own = type(node).__module__.partition(".")[0]
+        if isinstance(node, (torch.Tensor, type, RankGroup, LayerFactory)) or own in ("builtins", "types", "functools"):
+            return []
+        values = list(getattr(node, "__dict__", {}).values())
+        if isinstance(node, torch.nn.Module):  # whose other attributes may refer to the whole model
+            kept = (value for value in values if id(value) in self._known or isinstance(value, RotaryEmbedding))
+            return [*node.children(), *kept]
+        slots = (slot for cls in type(node).__mro__ for slot in _slots(cls))
+        return [*values, *(getattr(node, slot) for slot in slots if hasattr(node, slot))]
 
 
 def _slots(cls: type) -> tuple[str, ...]:

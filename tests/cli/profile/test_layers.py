@@ -47,10 +47,11 @@ def test_decode_and_prefill_steps_are_shown_by_layer(run: Any, engine_checkpoint
 
 
 def test_names_are_cut_to_a_depth_and_floors_need_peaks(run: Any, engine_checkpoint: Path) -> None:
-    sizes = ("--batch", "2", "--context", "8", "--steps", "2", "--depth", "3")
+    sizes = ("--batch", "2", "--context", "8", "--steps", "6", "--depth", "3", "--scheduler", "multi_step")
     done = run("profile", "layers", str(engine_checkpoint), *sizes, *FLAGS)
     assert done.exit_code == 0, done.stderr
     assert "model.layers.1 " in done.stdout
+    assert re.search(r"model\.layers\.1 +64 ", done.stdout)  # 8 iterations of 7 modules and of what is around them
     assert "down_proj" not in done.stdout
     assert "no floors: the device's peaks are not known; give --peak-bandwidth and --peak-flops" in done.stdout
 

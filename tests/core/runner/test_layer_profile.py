@@ -57,23 +57,29 @@ def profile(engine: Engine, steps: int = 5) -> list[RankLayers]:
     return [msgspec.convert(answer, RankLayers) for answer in engine.call("stop_layers")]
 
 
-def state_of(instance: object, seen: dict[int, Any]) -> dict[int, Any]:
-    """The class and the identity of each attribute of an object and of all that it refers to in the engine."""
+Seen = dict[int, tuple[object, type, dict[Any, int]]]
+"""By id: an object, kept so that no other gets its id, its class, and the ids of its attributes."""
+
+
+def state_of(instance: object, seen: Seen) -> Seen:
+    """The class and the attributes of an object, and of all that it refers to in the engine."""
     if id(instance) in seen or isinstance(instance, (type, torch.Tensor)):
         return seen
-    seen[id(instance)] = type(instance), None
+    parts: dict[Any, object] = {}
     if isinstance(instance, (list, tuple, dict)):
         parts = dict(enumerate(instance.values() if isinstance(instance, dict) else instance))
     elif type(instance).__module__.startswith("engine."):
         names = [*getattr(instance, "__dict__", ())]
         names += [name for cls in type(instance).__mro__ for name in cls.__dict__.get("__slots__", ())]
         parts = {name: getattr(instance, name) for name in names if hasattr(instance, name)}
-    else:
-        return seen
-    seen[id(instance)] = type(instance), {name: id(part) for name, part in parts.items()}
+    seen[id(instance)] = instance, type(instance), {name: id(part) for name, part in parts.items()}
     for part in parts.values():
         state_of(part, seen)
     return seen
+
+
+def classes_of(state: Seen) -> dict[int, type]:
+    return {one: cls for one, (_, cls, _) in state.items()}
 
 
 def test_times_sum_to_the_step_and_tokens_stay(engine: Engine) -> None:
@@ -116,17 +122,19 @@ def test_bytes_and_flops_equal_a_count_by_hand_of_three_layers(engine: Engine) -
 def test_nothing_of_the_model_differs_after_a_profile(engine: Engine) -> None:
     executor: Any = engine._executor
     launcher = executor._runner._launcher
-    before, model = state_of(launcher.state, {}), state_of(launcher.state.model, {})
+    state, model = state_of(launcher.state, {}), state_of(launcher.state.model, {})
+    before = classes_of(state)
     load(engine, count=1)
     engine.call("start_layers")
-    during = state_of(launcher.state, {})
-    changed = [one for one in before.keys() & during.keys() if before[one][0] is not during[one][0]]
+    during = classes_of(state_of(launcher.state, {}))
+    changed = [one for one in before.keys() & during.keys() if before[one] is not during[one]]
     assert len(changed) > 20, "the modules are annotated while the profile runs"
     engine.step()
     engine.call("stop_layers", {"discard": True})
-    after = state_of(launcher.state, {})
-    assert all(before[one][0] is after[one][0] for one in before.keys() & after.keys())
-    assert state_of(launcher.state.model, {}) == model
+    after = classes_of(state_of(launcher.state, {}))
+    assert [one for one in before.keys() & after.keys() if before[one] is not after[one]] == []
+    assert state_of(launcher.state.model, {}).keys() == model.keys()
+    assert all(model[one][2] == parts for one, (_, _, parts) in state_of(launcher.state.model, {}).items())
     assert launcher._observer is None
     finish(engine)
 
