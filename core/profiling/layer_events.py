@@ -17,6 +17,8 @@ STEP = "[step] "
 """Begins the annotation of a step; its number follows."""
 MODULE = "[module] "
 """Begins the annotation of a call of a module; the module's name follows."""
+PART = "[part] "
+"""Begins the annotation of what belongs to a module without being a call of it; the module's name follows."""
 COLLECTIVE = "[collective]"
 """Annotation of an operation in which all ranks take part."""
 KERNEL = "[kernel]"
@@ -158,7 +160,9 @@ class HostEvents:
         elif not self._open:
             return
         elif name.startswith(MODULE):
-            self._module(name.removeprefix(MODULE), end, own)
+            self._module(name.removeprefix(MODULE), end, own, 1)
+        elif name.startswith(PART):
+            self._module(name.removeprefix(PART), end, own, 0)
         elif name == COLLECTIVE:
             self._operator(event, True)
             top = self._open[-1]
@@ -168,7 +172,7 @@ class HostEvents:
         elif name == BREAK and self._twin is not None:
             self._twin.launches.append([])
 
-    def _module(self, name: str, end: float, duration: float) -> None:
+    def _module(self, name: str, end: float, duration: float, calls: int) -> None:
         top = self._open[-1]
         account = top.account or top
         if name == top.module:
@@ -176,9 +180,9 @@ class HostEvents:
             return
         account.own -= duration
         times = self.modules.setdefault(name, ModuleTimes())
-        times.calls += top.counts
+        times.calls += calls * top.counts
         if self._twin is not None:
-            self._twin.calls[name] += 1
+            self._twin.calls[name] += calls
         self._open.append(_Open(end, name, top.collective, top.step, top.counts, duration))
 
     def _launch(self, event: Event) -> None:

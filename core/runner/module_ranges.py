@@ -16,7 +16,7 @@ import torch
 from engine.core.distributed.rank_group import RankGroup
 from engine.core.layers import LayerFactory, RotaryEmbedding
 from engine.core.profiling.count import attention_name, counted_name
-from engine.core.profiling.layer_events import COLLECTIVE, KERNEL, MODULE
+from engine.core.profiling.layer_events import COLLECTIVE, KERNEL, MODULE, PART
 
 if TYPE_CHECKING:
     from engine.core.attention.groups import CacheLayout
@@ -117,8 +117,10 @@ class ModuleRanges:
         sampler = state.sampler
         for instance in (sampler, sampler.greedy_path, sampler.draw_path, sampler.full_path):
             yield instance, SAMPLING_CALLS, _constant(MODULE + SAMPLING)
-        places = enumerate(self._layout.places)
-        names = {place: MODULE + attention_name(layers, number) for number, place in places}
+        names = {
+            place: (PART if number in layers.attentions else MODULE) + attention_name(layers, number)
+            for number, place in enumerate(self._layout.places)
+        }
         for number, group in enumerate(state.groups):
             if group.attention is not None:
                 yield group.attention, ATTENTION_CALLS, _constant(KERNEL)
