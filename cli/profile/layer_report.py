@@ -24,10 +24,11 @@ class Profiled:
 
     title: str
     ranks: tuple[RankLayers, ...]
-    step_us: float
-    """us per step by the engine's clock, without the profiler."""
-    profiled_us: float
-    """us per step by the engine's clock, under the profiler."""
+    step_us: float | None
+    """us per step by the engine's clock, without the profiler; of a server, in all steps since the profile began. None:
+    not known."""
+    profiled_us: float | None
+    """us per step by the engine's clock, under the profiler; None: not known."""
 
 
 Column = tuple[str, Callable[[Any], str]]
@@ -78,11 +79,13 @@ def print_layers(profiled: Profiled, table: LayerTable, peaks: Peaks | None) -> 
     )
     if many:
         print_ranks(table)
-    typer.echo(
-        f"us per step: {table.sum_us:,.1f} sum of the table; {profiled.profiled_us:,.1f} by the engine's clock"
-        f" ({table.sum_us / profiled.profiled_us - 1:+.1%}), {profiled.step_us:,.1f} without the profiler"
-        f" ({table.sum_us / profiled.step_us - 1:+.1%})"
-    )
+    compared = [f"us per step: {table.sum_us:,.1f} sum of the table"]
+    served = profiled.profiled_us is None
+    others = "by the engine's clock, in all steps of these seconds" if served else "without the profiler"
+    for what, clock in (("by the engine's clock", profiled.profiled_us), (others, profiled.step_us)):
+        if clock is not None:
+            compared.append(f"{clock:,.1f} {what} ({table.sum_us / clock - 1:+.1%})")
+    typer.echo("; ".join(compared))
     graphs = [f"{key} ({count})" for key, count in profiled.ranks[0].graphs if key]
     if graphs:
         typer.echo(f"CUDA graphs, with the number of steps: {'; '.join(graphs)}")
@@ -91,7 +94,7 @@ def print_layers(profiled: Profiled, table: LayerTable, peaks: Peaks | None) -> 
     if peaks is None:
         typer.echo(
             "no floors: the device's peaks are not known; give --peak-bandwidth and --peak-flops, as `engine bench"
-            " latency` measures them"
+            " latency` measures them" + (", when the server is started" if profiled.profiled_us is None else "")
         )
     else:
         typer.echo(f"floors by {peaks.bandwidth / 1e12:g} TB/s and {peaks.flops / 1e12:g} TFLOP/s ({peaks.source})")

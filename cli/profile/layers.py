@@ -1,4 +1,4 @@
-"""`engine profile layers`: the time, bytes and FLOPs of every layer in decode and prefill steps of an offline load."""
+"""`engine profile layers`: the time, bytes and FLOPs of every layer, in steps of a server or of an offline load."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import typer
 
 from engine.cli.bench.load import Load, opened, say
 from engine.cli.bench.report import Json, engine_settings, header, write
-from engine.cli.options import OFFLINE, configured
+from engine.cli.options import ADMIN_KEY_VARIABLE, OFFLINE, configured, refuse_settings
 from engine.cli.profile.layer_report import Profiled, as_json, print_layers, write_csv
+from engine.cli.profile.trace import admin_key, post
 from engine.core.config import Resolved
 from engine.core.errors import ConfigError, ControlError
 
 if TYPE_CHECKING:
     from engine.core.engine import Engine
+    from engine.core.profiling import Peaks, RankLayers
 
 SETTLE = 4
 """Steps before the timed ones."""
@@ -33,11 +35,21 @@ iterations per step."""
 @configured(without=OFFLINE)
 def layers(
     *,
-    batch: Annotated[int, typer.Option(help="Sequences that decode.", min=1)] = 64,
-    context: Annotated[int, typer.Option(help="Prompt tokens of each, which decoding adds to.", min=1)] = 512,
+    url: Annotated[
+        str, typer.Option(help="A running server under load; without it, an offline load is profiled.")
+    ] = "",
+    admin_api_key: Annotated[
+        str, typer.Option(help=f"With --url: its admin key; better give it in {ADMIN_KEY_VARIABLE}.")
+    ] = "",
+    replica: Annotated[int, typer.Option(help="With --url: the replica to profile.", min=0)] = 0,
+    seconds: Annotated[float, typer.Option(help="With --url: seconds to wait for the steps.", min=0.1)] = 10.0,
+    batch: Annotated[int, typer.Option(help="Without --url: sequences that decode.", min=1)] = 64,
+    context: Annotated[
+        int, typer.Option(help="Without --url: prompt tokens of each, which decoding adds to.", min=1)
+    ] = 512,
     steps: Annotated[int, typer.Option(help="Steps to profile.", min=1)] = 20,
     prefill: Annotated[
-        int, typer.Option(help="Profile steps of prompts of this many tokens, too; 0: none.", min=0)
+        int, typer.Option(help="Without --url: profile steps of prompts of this many tokens, too; 0: none.", min=0)
     ] = 0,
     by: Annotated[
         str,
@@ -55,16 +67,25 @@ def layers(
     output: Json = None,
     resolved: Resolved,
 ) -> None:
-    """Time, bytes and FLOPs of every layer in decode steps, and in prefill steps, next to what the device could."""
+    """Time, bytes and FLOPs of every layer in the steps of a server or of a load, next to what the device could."""
     if by not in ("auto", "module", "kind"):
         raise ConfigError(f"--by {by!r} is none of auto, module and kind")
     from engine.core.profiling import find_peaks, make_layer_table
 
-    with opened(resolved.config) as engine:
-        peaks = find_peaks(engine.config.roofline, engine.device, engine.cache_info.dtype)
-        profiled = [profile_decode(engine, batch, context, steps)]
-        if prefill:
-            profiled.append(profile_prefill(engine, prefill, steps))
+    if url:
+        refuse_settings(resolved)
+        found_there, peaks = profile_server(url, admin_key(admin_api_key), replica, steps, seconds)
+        profiled, machine = [found_there], f"the server at {url}"
+        settings: dict[str, object] = {"steps": steps, "replica": replica}
+    else:
+        with opened(resolved.config) as engine:
+            peaks = find_peaks(engine.config.roofline, engine.device, engine.cache_info.dtype)
+            profiled = [profile_decode(engine, batch, context, steps)]
+            if prefill:
+                profiled.append(profile_prefill(engine, prefill, steps))
+        settings = engine_settings(engine) | {"batch": batch, "context": context, "steps": steps, "prefill": prefill}
+        settings["tensor_parallel"] = engine.config.executor.tensor_parallel
+        machine = engine.cache_info.device
     chosen: Literal["module", "kind"] | None = {"module": "module", "kind": "kind"}.get(by)  # type: ignore[assignment]
     tables = [make_layer_table(one.ranks, peaks, by=chosen, depth=depth or None) for one in profiled]
     for one, made in zip(profiled, tables, strict=True):
@@ -72,11 +93,38 @@ def layers(
     if table is not None:
         write_csv(table, profiled, tables)
     if output is not None:
-        settings = engine_settings(engine) | {"batch": batch, "context": context, "steps": steps, "prefill": prefill}
-        settings["tensor_parallel"] = engine.config.executor.tensor_parallel
         settings["peaks"] = None if peaks is None else attrs.asdict(peaks)
         found = [as_json(one, made) for one, made in zip(profiled, tables, strict=True)]
-        write(output, header("profile layers", engine.cache_info.device, settings) | {"tables": found})
+        write(output, header("profile layers", machine, settings) | {"tables": found})
+
+
+def profile_server(url: str, key: str, replica: int, steps: int, seconds: float) -> tuple[Profiled, Peaks | None]:
+    """Profile steps of a running server; return also the peaks of its device. Raises ServerError."""
+    import msgspec
+
+    from engine.core.profiling import Peaks, RankLayers
+
+    asked = {"replica": replica}
+    began = post(url, key, "/start_layer_profile", asked | {"steps": steps})["replicas"][0]
+    say(f"waiting for {steps} steps for {seconds:g} s")
+    time.sleep(seconds)
+    ended = post(url, key, "/stop_layer_profile", asked)["replicas"][0]
+    ranks = tuple(msgspec.convert(ended["ranks"], list[RankLayers]))
+    measured = ended["steps"] - began["steps"]
+    found = Profiled(
+        title=f"the server at {url}, {_kinds(ranks[0])}",
+        ranks=ranks,
+        step_us=(ended["seconds"] - began["seconds"]) / measured * 1e6 if measured else None,
+        profiled_us=None,
+    )
+    peaks = ended["peaks"]
+    return found, None if peaks is None else Peaks(**peaks)
+
+
+def _kinds(rank: RankLayers) -> str:
+    """The sizes of the steps."""
+    decodes, tokens = rank.decodes, rank.prefill_tokens
+    return f"{decodes[0]} to {decodes[-1]} decodes and {tokens[0]} to {tokens[-1]} prefill tokens per step"
 
 
 def profile_decode(engine: Engine, batch: int, context: int, steps: int) -> Profiled:
@@ -143,9 +191,7 @@ def profile_prefill(engine: Engine, length: int, steps: int) -> Profiled:
 
 def _profiled(engine: Engine, title: str, steps: int) -> Profiled:
     """Time `steps` steps without the profiler, then profile as many."""
-    import msgspec
-
-    from engine.core.profiling import LayerRow, RankLayers
+    from engine.core.profiling import stop_layers
 
     def timed(count: int) -> float:
         """us per step, from result to result."""
@@ -161,15 +207,10 @@ def _profiled(engine: Engine, title: str, steps: int) -> Profiled:
         for _ in range(SKIP):
             _step(engine)
         under = timed(steps)
-        answers = engine.call("stop_layers")
+        ranks = stop_layers(engine.call)
     except ControlError:
         engine.call("stop_layers", {"discard": True})
         raise
-    ranks = [msgspec.convert(answer, RankLayers) for answer in answers]
-    while len(ranks[0].rows) < ranks[0].num_rows:
-        more = engine.call("read_layers", {"start": len(ranks[0].rows)})
-        for rank, rows in zip(ranks, more, strict=True):
-            rank.rows.extend(msgspec.convert(rows, list[LayerRow]))
     say(f"profiled {title}")
     return Profiled(title=title, ranks=tuple(ranks), step_us=plain, profiled_us=under)
 
