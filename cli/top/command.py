@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from engine.cli.top.terminal import full_screen
 from engine.core.errors import ConfigError
 
 TEXT_WIDTH = 120
-"""Columns of the text of --once where standard output is not a terminal."""
+"""Columns of the text of --once where standard output is not a terminal and $COLUMNS is not set."""
 RESTARTED = (
     "another server answers now: this one was restarted, or the address is that of several; rates come after {:g} s"
 )
@@ -145,7 +146,7 @@ def print_once(watch: Watch, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(watch.as_json()))
         return
-    width = _width()
+    width = shutil.get_terminal_size((TEXT_WIDTH, 0)).columns
     for line in lines(watch.state(), watch.figures, width, None):
         typer.echo(line.text.rstrip())
 
@@ -171,9 +172,3 @@ def show(watch: Watch, terminal: Screen) -> None:
         if time.monotonic() >= due:
             watch.look_again()
             due = time.monotonic() + watch.interval
-
-
-def _width() -> int:
-    import shutil
-
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else TEXT_WIDTH

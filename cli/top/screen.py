@@ -177,10 +177,10 @@ def _cache(cache: Cache) -> list[str]:
     found = [
         f"{bar} {percent(cache.used / whole)} used, {percent(cache.cached / whole)} cached",
         f"hit rate {_known(cache.hit_rate, percent)}",
-        f"{cache.total:,} blocks",
     ]
     if cache.evictions is not None:
         found.append(f"about {rate(cache.evictions)} evicted/s")
+    found.append(f"{cache.total:,} blocks")
     return found + [f"{percent(share)} {reason}" for reason, share in cache.unused.items()]
 
 
@@ -218,6 +218,8 @@ def _roofline(rows: Sequence[Roofline], width: int) -> list[Line]:
 def _collections(shown: Figures) -> list[str]:
     return [
         f"{_role(one.process)} {rate(one.per_second)}/s, mean {seconds(one.mean_pause)}, {percent(one.share)}"
+        if one.per_second
+        else f"{_role(one.process)} none"
         for one in shown.collections
     ]
 
