@@ -163,8 +163,12 @@ class _Tree:
             return list(node.values())
         if isinstance(node, (list, tuple, set)):
             return list(node)
-        own = type(node).__module__.partition(".")[0]
-        if isinstance(node, (torch.Tensor, type, RankGroup, LayerFactory)) or own in ("builtins", "types", "functools"):
+        package = type(node).__module__.partition(".")[0]
+        if isinstance(node, (torch.Tensor, type, RankGroup, LayerFactory)) or package in (
+            "builtins",
+            "types",
+            "functools",
+        ):
             return []
         values = list(getattr(node, "__dict__", {}).values())
         if isinstance(node, torch.nn.Module):  # whose other attributes may refer to the whole model
