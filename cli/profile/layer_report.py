@@ -79,7 +79,7 @@ def print_layers(profiled: Profiled, table: LayerTable, peaks: Peaks | None) -> 
     )
     if many:
         print_ranks(table)
-    compared = [f"us per step: {table.sum_us:,.1f} sum of the table"]
+    compared = [f"us per step: {table.sum_us:,.1f} sum of the table, {table.busy_us:,.1f} without (idle)"]
     served = profiled.profiled_us is None
     others = "by the engine's clock, in all steps of these seconds" if served else "without the profiler"
     for what, clock in (("by the engine's clock", profiled.profiled_us), (others, profiled.step_us)):
@@ -153,6 +153,7 @@ def as_json(profiled: Profiled, table: LayerTable) -> dict[str, Any]:
         "rank": table.rank,
         "step_us": table.step_us,
         "sum_us": table.sum_us,
+        "busy_us": table.busy_us,
         "engine_clock_us": profiled.profiled_us,
         "without_profiler_us": profiled.step_us,
         "graphs": dict(profiled.ranks[0].graphs),

@@ -92,6 +92,11 @@ class LayerTable:
         return sum(line.device_us for line in self.lines)
 
     @property
+    def busy_us(self) -> float:
+        """The time in which the device ran anything."""
+        return self.sum_us - sum(line.device_us for line in self.lines if line.name == IDLE)
+
+    @property
     def slowest(self) -> str:
         """Which rank computes longest, and how long others wait for it, in a sentence; empty for one rank."""
         if len(self.ranks) == 1:
