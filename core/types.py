@@ -370,6 +370,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     """With the first and the last output only; `finished` is the time of the output."""
     num_tokens: int = 0
     """With the last output only: tokens generated in all."""
+    preemptions: int = 0
+    """With the last output only: how often the request was preempted."""
 
 
 @frozen(kw_only=True)
