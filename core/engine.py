@@ -36,7 +36,6 @@ from engine.core.errors import (
 from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.executors.choose import PluginChoice
 from engine.core.executors.rehearsal import rehearse
-from engine.core.gc_pauses import PauseCounts
 from engine.core.generation import Completion, generate, stream
 from engine.core.grammars.base import GrammarBackend
 from engine.core.graph_uses import GraphUses
@@ -62,7 +61,7 @@ from engine.core.text.detokenizer import TextDelta
 from engine.core.text.tokenizer import Tokenizer
 from engine.core.timeline.merge import Report
 from engine.core.timeline.recorder import Recorder, TraceOptions
-from engine.core.types import EngineStats, Output, Request, SamplingParams, Step, StepResult
+from engine.core.types import EngineStats, HistogramCounts, Output, Request, SamplingParams, Step, StepResult
 from engine.core.wait_policy import set_wait_policy
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.generation_config import not_honoured
@@ -227,7 +226,7 @@ class Engine:
         """Set while steps are to be reported to it."""
         self._trace: Recorder | None = None
         """The recorder of the latest trace."""
-        self._worker_pauses: tuple[tuple[str, PauseCounts], ...] = ()
+        self._worker_pauses: tuple[tuple[str, tuple[HistogramCounts, ...]], ...] = ()
         self._async: AsyncGenerator | None = None
         self._closed = False
         self._failure = ""
