@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 
@@ -31,7 +30,7 @@ class Histogram:
         the sum of the values. None: memory of its own.
         """
         self._bounds = bounds
-        self._cells = memoryview(array("d", [0.0] * num_cells(bounds))) if cells is None else cells
+        self._cells = memoryview(bytearray(8 * num_cells(bounds))).cast("d") if cells is None else cells
 
     def observe(self, value: float, count: int = 1) -> None:
         """Count a value `count` times."""
