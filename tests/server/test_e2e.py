@@ -117,7 +117,7 @@ def test_top_shows_what_the_server_did_between_two_looks(server: Any, client: op
     assert found.shares is not None
     assert found.events == []
     text = "\n".join(line.text for line in lines(watch.state(), found, 80, 24))
-    assert f"{server.url}  tiny  ok  up" in text
+    assert f"{server.url}  ok  tiny  up" in text
 
 
 class Person(pydantic.BaseModel):
