@@ -50,6 +50,7 @@ from engine.core.schedulers.cache_observer import CacheObserver, joined
 from engine.core.schedulers.grouped_block_manager import make_block_manager
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.scheduler import Scheduler
+from engine.core.speculators.base import Speculator
 from engine.core.startup import Listener, Phases
 from engine.core.startup_display import show_startup
 from engine.core.step_loop import STEP_PHASES, StepLoop
@@ -77,8 +78,8 @@ class Engine:
     model: directory of a Hugging Face checkpoint, or name of a model on the hub (ORG/NAME), which is downloaded; None,
         unless `config` or a setting names one: the demo model.
     config: a whole configuration, over which `settings` take precedence.
-    attention, quant, scheduler, executor, grammar: a plugin's name, or an unregistered class that implements the
-        contract of the extension point (for the scheduler an instance too).
+    attention, quant, scheduler, executor, grammar, speculator: a plugin's name, or an unregistered class that
+        implements the contract of the extension point (for the scheduler an instance too).
     plugins: plugins already loaded; default: all that are installed.
     on_progress: called with the progress of each start-up phase.
     settings: any other setting, with "__" for the dot (cache__block_size=32), or by the name of its option or an
@@ -97,6 +98,7 @@ class Engine:
         scheduler: str | type[SchedulingPolicy[Any]] | SchedulingPolicy[Any] | None = None,
         executor: str | type[Executor] | None = None,
         grammar: str | type[GrammarBackend[Any]] | None = None,
+        speculator: str | type[Speculator[Any]] | None = None,
         plugins: Plugins | None = None,
         on_progress: Listener | None = None,
         **settings: object,
@@ -107,6 +109,7 @@ class Engine:
             "scheduler": scheduler,
             "executor": executor,
             "grammar": grammar,
+            "speculator": speculator,
         }
         names = {point: choice for point, choice in chosen.items() if isinstance(choice, str)}
         objects = {point: choice for point, choice in chosen.items() if not isinstance(choice, str | None)}
@@ -116,6 +119,8 @@ class Engine:
         if not (on_progress is None or callable(on_progress)):
             raise ConfigError(f"on_progress must be a function, not {shortened(on_progress)}")
 
+        if self.config.speculator.name or "speculator" in objects:
+            raise ConfigError("a speculator is chosen, but the engine cannot speculate yet; leave it out")
         phases = Phases(on_progress)
         on_hub = any(map(is_hub_name, (self.config.model.path, self.config.model.tokenizer)))
         with phases.phase("download" if on_hub else "checkpoint"), _listening(on_progress) as listener:

@@ -104,6 +104,14 @@ def draw_plain(logits: torch.Tensor, params: DrawParams, num_outputs: torch.Tens
 
     logits: [rows that draw, vocab] float32; num_outputs: [rows that draw] int64, output tokens before.
     """
+    return draw(kept_scores(logits, params), uniforms(params.keys, num_outputs))
+
+
+def kept_scores(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
+    """Apply temperature, top_k, top_p and min_p: [rows that draw, vocab] float32, -inf where a token is ruled out.
+
+    logits: [rows that draw, vocab] float32.
+    """
     # The most likely token scores 0: no temperature can make the scores overflow, and min_p is a plain bound.
     scores = (logits - logits.amax(dim=-1, keepdim=True)) / params.temperature
     min_score = torch.full_like(params.temperature, -float("inf")) if params.log_min_p is None else params.log_min_p
@@ -112,4 +120,4 @@ def draw_plain(logits: torch.Tensor, params: DrawParams, num_outputs: torch.Tens
         min_score = min_score.index_copy(0, group.members, torch.maximum(min_score[group.members], found))
     if params.cutoffs or params.log_min_p is not None:
         scores = scores.masked_fill(scores < min_score, -float("inf"))
-    return draw(scores, uniforms(params.keys, num_outputs))
+    return scores
