@@ -11,6 +11,8 @@ if TYPE_CHECKING:
         SpeculatorSpec as SpeculatorSpec,
     )
     from engine.core.speculators.checked_speculator import CheckedSpeculator as CheckedSpeculator
+    from engine.core.speculators.draft_lengths import DraftLengths as DraftLengths
+    from engine.core.speculators.step_costs import StepCosts as StepCosts
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
@@ -20,4 +22,6 @@ __getattr__, __dir__, __all__ = exports(
         "SpeculatorSpec",
     ),
     checked_speculator=("CheckedSpeculator",),
+    draft_lengths=("DraftLengths",),
+    step_costs=("StepCosts",),
 )
