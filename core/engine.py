@@ -147,7 +147,7 @@ class Engine:
             self.max_len = max_len(self.config, model_spec)
             self._warn_unused(model_spec)
             self.vocab_size = model_spec.vocab_size
-            speculator = self._make_speculator(model_spec)
+            checked = self._make_speculator(model_spec)
             with phases.phase("rehearsal"):
                 rehearse(
                     self._executor,
@@ -160,7 +160,7 @@ class Engine:
                     full=self.device.type == "cuda",
                 )
             self.cache_info = attrs.evolve(cache_info, phases=phases.seconds)
-            self._start_scheduling(speculator)
+            self._start_scheduling(checked)
             self.plugins.notify("engine_started", engine=self)
         except BaseException:
             self._executor.shutdown()  # the caller gets no engine to close
