@@ -156,6 +156,7 @@ def _questions(config: EngineConfig, plugins: Plugins, models: list[type[Any]]) 
         parser_question,
         quant_question,
         questions_of_machine,
+        speculator_question,
     )
     from engine.core.text import Tokenizer
     from engine.core.weights import Checkpoint
@@ -169,11 +170,12 @@ def _questions(config: EngineConfig, plugins: Plugins, models: list[type[Any]]) 
         model = next((cls for cls in models if _ask("models", "", cls, ask_model).status == "usable"), None)
         if model is None:
             raise PluginError(f"no model plugin takes {config.model.path}")
+        questions["speculator"] = speculator_question(config, checkpoint, model)
         questions["quant"] = quant_question(checkpoint, device)
         quant = find_quant(config, plugins, device, checkpoint)
         questions["attention"] = attention_question(config, device, checkpoint, model, quant)
     except Exception as error:  # of an unreadable checkpoint or a plugin's own code
-        for section in ("model", "quant", "attention"):
+        for section in ("model", "speculator", "quant", "attention"):
             questions.setdefault(section, f"not asked whether it can serve this model: {error}")
     try:
         templates = Tokenizer.of_model(evolve(config.model, path=locate(config.model, config_only=True).path)).templates

@@ -38,7 +38,7 @@ from engine.core.grammars.base import GrammarBackend
 from engine.core.hub.names import locate
 from engine.core.kv_events.stream import EventStream
 from engine.core.models.base import ModelSpec
-from engine.core.plugin_host.derived import max_len, settle, shape_of
+from engine.core.plugin_host.derived import max_len, settle, shape_of, speculator_spec
 from engine.core.plugin_host.faults import PluginCall, name_fault
 from engine.core.plugin_host.registry import Plugins, load_plugins
 from engine.core.plugin_host.selection import check_names
@@ -50,6 +50,8 @@ from engine.core.schedulers.cache_observer import CacheObserver, joined
 from engine.core.schedulers.grouped_block_manager import make_block_manager
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.scheduler import Scheduler
+from engine.core.speculators.base import Speculator
+from engine.core.speculators.checked_speculator import CheckedSpeculator
 from engine.core.startup import Listener, Phases
 from engine.core.startup_display import show_startup
 from engine.core.step_loop import STEP_PHASES, StepLoop
@@ -77,8 +79,8 @@ class Engine:
     model: directory of a Hugging Face checkpoint, or name of a model on the hub (ORG/NAME), which is downloaded; None,
         unless `config` or a setting names one: the demo model.
     config: a whole configuration, over which `settings` take precedence.
-    attention, quant, scheduler, executor, grammar: a plugin's name, or an unregistered class that implements the
-        contract of the extension point (for the scheduler an instance too).
+    attention, quant, scheduler, executor, grammar, speculator: a plugin's name, or an unregistered class that
+        implements the contract of the extension point (for the scheduler an instance too).
     plugins: plugins already loaded; default: all that are installed.
     on_progress: called with the progress of each start-up phase.
     settings: any other setting, with "__" for the dot (cache__block_size=32), or by the name of its option or an
@@ -97,6 +99,7 @@ class Engine:
         scheduler: str | type[SchedulingPolicy[Any]] | SchedulingPolicy[Any] | None = None,
         executor: str | type[Executor] | None = None,
         grammar: str | type[GrammarBackend[Any]] | None = None,
+        speculator: str | type[Speculator[Any]] | None = None,
         plugins: Plugins | None = None,
         on_progress: Listener | None = None,
         **settings: object,
@@ -107,6 +110,7 @@ class Engine:
             "scheduler": scheduler,
             "executor": executor,
             "grammar": grammar,
+            "speculator": speculator,
         }
         names = {point: choice for point, choice in chosen.items() if isinstance(choice, str)}
         objects = {point: choice for point, choice in chosen.items() if not isinstance(choice, str | None)}
@@ -143,6 +147,7 @@ class Engine:
             self.max_len = max_len(self.config, model_spec)
             self._warn_unused(model_spec)
             self.vocab_size = model_spec.vocab_size
+            checked = self._make_speculator(model_spec)
             with phases.phase("rehearsal"):
                 rehearse(
                     self._executor,
@@ -155,7 +160,7 @@ class Engine:
                     full=self.device.type == "cuda",
                 )
             self.cache_info = attrs.evolve(cache_info, phases=phases.seconds)
-            self._start_scheduling()
+            self._start_scheduling(checked)
             self.plugins.notify("engine_started", engine=self)
         except BaseException:
             self._executor.shutdown()  # the caller gets no engine to close
@@ -186,7 +191,16 @@ class Engine:
             return None
         return StepMeter(cost, peaks)
 
-    def _start_scheduling(self) -> None:
+    def _make_speculator(self, model_spec: ModelSpec) -> CheckedSpeculator | None:
+        """The speculator, whose methods have been called once; None: there is none."""
+        if self.parts.speculator is None:
+            return None
+        spec, options = speculator_spec(self.config, model_spec), self.parts.options["speculators"]
+        speculator = CheckedSpeculator(self.parts.speculator(spec, options))
+        speculator.rehearse()
+        return speculator
+
+    def _start_scheduling(self, speculator: CheckedSpeculator | None) -> None:
         """Build the scheduler over the executor's KV cache, and the loop of steps."""
         cache = self.config.cache
         cache_metrics = CacheMetrics(self.cache_info.kinds, sample=cache.metrics_sample) if cache.metrics else None
@@ -209,6 +223,7 @@ class Engine:
             eos_tokens=self.checkpoint.eos_tokens(),
             cache_metrics=cache_metrics,
             meter=meter,
+            speculator=speculator,
         )
         overlap = self.config.scheduler.overlap
         self._loop = StepLoop(

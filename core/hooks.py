@@ -131,6 +131,14 @@ def register_grammars(register: Register) -> None:
 
 
 @hookspec
+def register_speculators(register: Register) -> None:
+    """Register speculators (engine.core.speculators.Speculator): call `register` once for each.
+
+    Called when plugins are loaded. An exception makes the plugin fail to load.
+    """
+
+
+@hookspec
 def register_routes(routes: Routes) -> None:
     """Add routes to the HTTP server, such as those of a conversation protocol (engine.core.protocols.Routes).
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import attrs
 
@@ -50,6 +50,9 @@ class StepLoop:
         self._grammars = grammars
         self._meter = meter
         self._in_flight: deque[tuple[Step, PendingResult]] = deque()
+        self._outputs: list[Output] = []
+        """Committed, but not returned yet."""
+        self._speculates = scheduler.speculates
         self._kernels_compiled = self._graphs_captured = 0
         self._graph_uses = GraphUses()
         self._worker_pauses: tuple[tuple[str, tuple[HistogramCounts, ...]], ...] = ()
@@ -62,51 +65,73 @@ class StepLoop:
 
     @property
     def has_steps(self) -> bool:
-        """Whether a step is in flight."""
-        return bool(self._in_flight)
+        """Whether a step is in flight, or its tokens are not returned yet."""
+        return bool(self._in_flight or self._outputs)
 
     def step(self) -> list[Output]:
         """Plan and submit a step, then commit the oldest step in flight unless it may stay there.
 
-        Returns the new tokens of each request. Raises ExecutorError when a step failed; `failure` is then set.
+        While requests have drafts (`Scheduler.needs_result`), the step in flight is committed before the next is
+        planned. Returns the new tokens of each request. Raises ExecutorError when a step failed; `failure` is then set.
         """
+        if self._speculates and self._in_flight:
+            with self.timers["schedule"]:
+                needs_result = self._scheduler.needs_result()
+            if needs_result:
+                self._commit_oldest()
         with self.timers["schedule"]:
             step = self._scheduler.schedule(time.monotonic())
             if step is not None and (grammars := self._grammars.take_begun()):
                 step = attrs.evolve(step, grammars=grammars)
-        try:
-            answered = self._exchange(step)
-            if answered is None:
-                return []
-            oldest, result = answered
-            self._count(oldest, result)
-            with self.timers["commit"]:
-                return self._scheduler.commit(oldest, result, time.monotonic())
-        except BaseException as error:  # the step's tokens are lost, whatever was raised
-            message = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-            self.failure = message or type(error).__name__
-            raise
+        if step is not None:
+            self._submit(step)
+        if self._in_flight and (step is None or len(self._in_flight) > self._steps_ahead):
+            self._commit_oldest()
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
-    def _exchange(self, step: Step | None) -> tuple[Step, StepResult] | None:
-        """Submit a step, and wait for the oldest in flight; None where the engine need not wait yet."""
+    def _submit(self, step: Step) -> None:
+        """Submit a step to the executor."""
         try:
-            if step is not None:
-                with self.timers["submit"]:
-                    pending = self._executor.submit(step)
-                if self.recorder is not None:
-                    pending = self.recorder.submitted(step, pending)
-                self._in_flight.append((step, pending))
-            if not self._in_flight or (step is not None and len(self._in_flight) <= self._steps_ahead):
-                return None
-            oldest, pending = self._in_flight.popleft()
+            with self.timers["submit"]:
+                pending = self._executor.submit(step)
+            if self.recorder is not None:
+                pending = self.recorder.submitted(step, pending)
+            self._in_flight.append((step, pending))
+        except BaseException as error:
+            self._fail(error)
+
+    def _commit_oldest(self) -> None:
+        """Wait for the oldest step in flight and commit its result."""
+        step, pending = self._in_flight.popleft()
+        try:
             with self.timers["wait"]:
                 result = pending.result()
             if self._meter is not None:
                 self._meter.finish()
-            return oldest, result
         except BaseException as error:
-            name_fault(error, self._submission)
+            self._fail(error)
+        try:
+            self._count(step, result)
+            with self.timers["commit"]:
+                self._outputs += self._scheduler.commit(step, result, time.monotonic())
+        except BaseException as error:
+            self._note_failure(error)
             raise
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Raise what an executor raised, naming a plugin at fault; no further step can run."""
+        try:
+            name_fault(error, self._submission)
+            raise error
+        except BaseException as named:
+            self._note_failure(named)
+            raise
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Note why no further step can run: the step's tokens are lost, whatever was raised."""
+        message = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        self.failure = message or type(error).__name__
 
     def _count(self, step: Step, result: StepResult) -> None:
         """Add up what a result says of how its step ran."""
@@ -122,6 +147,7 @@ class StepLoop:
     def forget(self) -> None:
         """Give up the steps in flight, whose results no one will commit."""
         self._in_flight.clear()
+        self._outputs.clear()
 
     def add_stats(self, stats: EngineStats) -> EngineStats:
         """The scheduler's counters with those of the loop."""

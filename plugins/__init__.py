@@ -14,5 +14,6 @@ BUILTINS = (
     "engine.plugins.protocols",
     "engine.plugins.quant",
     "engine.plugins.schedulers",
+    "engine.plugins.speculators",
 )
 """Modules with hook implementations; importing one imports nothing heavy."""

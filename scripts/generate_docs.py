@@ -118,6 +118,7 @@ FEATURES = {
     "executors": "executors",
     "parsers": "output parsers",
     "grammars": "grammars",
+    "speculators": "speculators",
 }
 """Extension point -> what README calls its implementations."""
 NATIVE = "native: "

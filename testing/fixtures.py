@@ -12,7 +12,17 @@ if TYPE_CHECKING:
     from engine.core.engine import Engine
     from engine.core.plugin_host import Plugins
 
-for _suite in ("attention", "executors", "grammars", "leftovers", "models", "quant", "schedulers", "stored_layers"):
+for _suite in (
+    "attention",
+    "executors",
+    "grammars",
+    "leftovers",
+    "models",
+    "quant",
+    "schedulers",
+    "speculators",
+    "stored_layers",
+):
     pytest.register_assert_rewrite(f"engine.testing.{_suite}")
 
 

@@ -27,6 +27,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "grammar.max_chars": (1, 2**24),
     "grammar.max_depth": (1, 1000),
     "grammar.compile_timeout": (1, 3600),
+    "speculator.max_drafts": (1, 64),
     "roofline.bandwidth": (0, 10_000),
     "roofline.flops": (0, 1_000_000),
     "roofline.flops8": (0, 1_000_000),

@@ -292,6 +292,17 @@ class GrammarConfig:
 
 
 @frozen(kw_only=True)
+class SpeculatorConfig:
+    """[speculator]: speculative decoding: what proposes the next tokens of a sequence, which a step then verifies."""
+
+    name: str = setting("", "Speculator plugin; empty: no speculation.", flag="--speculator")
+    options: Mapping[str, Any] = setting({}, "Settings of the speculator.", flag="--speculator-option")
+    max_drafts: int = setting(
+        5, "Maximum draft tokens per sequence and step.", flag="--max-drafts", aliases=("num_speculative_tokens",)
+    )
+
+
+@frozen(kw_only=True)
 class PluginsConfig:
     """[plugins]: which installed plugins are loaded."""
 
@@ -560,6 +571,7 @@ class EngineConfig:
     kv_events: KVEventsConfig = KVEventsConfig()
     parser: ParserConfig = ParserConfig()
     grammar: GrammarConfig = GrammarConfig()
+    speculator: SpeculatorConfig = SpeculatorConfig()
     plugins: PluginsConfig = PluginsConfig()
     roofline: RooflineConfig = RooflineConfig()
     server: ServerConfig = ServerConfig()

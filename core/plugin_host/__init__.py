@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         resolve_kv_dtype as resolve_kv_dtype,
         settle as settle,
         shape_of as shape_of,
+        speculator_spec as speculator_spec,
     )
     from engine.core.plugin_host.extension_points import EXTENSION_POINTS as EXTENSION_POINTS
     from engine.core.plugin_host.faults import raise_interrupt as raise_interrupt
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         quant_question as quant_question,
         questions_of_machine as questions_of_machine,
         resolve as resolve,
+        speculator_question as speculator_question,
     )
 
 __getattr__, __dir__, __all__ = exports(
@@ -48,6 +50,7 @@ __getattr__, __dir__, __all__ = exports(
         "resolve_kv_dtype",
         "settle",
         "shape_of",
+        "speculator_spec",
     ),
     extension_points=("EXTENSION_POINTS",),
     faults=("raise_interrupt",),
@@ -75,5 +78,6 @@ __getattr__, __dir__, __all__ = exports(
         "quant_question",
         "questions_of_machine",
         "resolve",
+        "speculator_question",
     ),
 )

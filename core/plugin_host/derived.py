@@ -17,6 +17,7 @@ from engine.core.models.base import ModelSpec, StateShape
 from engine.core.plugin_host.faults import expect
 from engine.core.plugin_host.guard import owner_of
 from engine.core.quant.float8 import FLOAT8, has_float8
+from engine.core.speculators.base import SpeculatorSpec
 
 if TYPE_CHECKING:
     from engine.core.attention.base import AttentionBackend
@@ -75,6 +76,15 @@ def max_len(config: EngineConfig, model_spec: ModelSpec) -> int:
             f"give at most {most}, or 0 for {'all of them' if most == model_spec.max_len else model_spec.max_len}"
         )
     return wanted or model_spec.max_len
+
+
+def speculator_spec(config: EngineConfig, model_spec: ModelSpec) -> SpeculatorSpec:
+    """What a speculator proposes for. Raises ConfigError as `max_len`."""
+    return SpeculatorSpec(
+        vocab_size=model_spec.vocab_size,
+        max_len=max_len(config, model_spec),
+        max_drafts=config.speculator.max_drafts,
+    )
 
 
 def refuses_ranks(model_spec: ModelSpec, ranks: int) -> str | None:

@@ -22,6 +22,8 @@ class ExtensionPoint:
     contract_module: str = "base"
     older_apis: tuple[str, ...] = ()
     """Versions of the contract before the current one that are still accepted."""
+    optional: bool = False
+    """Whether an engine may have none, which is the default: the configuration then has an empty name."""
     pairs: str = ""
     """Roles of two plugins that can serve together ("PREFILL,DECODE"); empty where one plugin serves."""
 
@@ -92,4 +94,5 @@ EXTENSION_POINTS = (
     ExtensionPoint("models", "model", "Model", older_apis=("1",)),
     ExtensionPoint("parsers", "parser", "Parser"),
     ExtensionPoint("grammars", "grammar", "GrammarBackend"),
+    ExtensionPoint("speculators", "speculator", "Speculator", optional=True),
 )

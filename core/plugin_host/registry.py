@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from engine.core.parsers.base import Parser
     from engine.core.quant.base import QuantMethod
     from engine.core.schedulers.policy import SchedulingPolicy
+    from engine.core.speculators.base import Speculator
 
 T = TypeVar("T")
 Manifest = tuple[tuple[str, str, str], ...]
@@ -225,6 +226,11 @@ class Plugins:
     def grammars(self) -> Registry[GrammarBackend[Any]]:
         """Grammar backends."""
         return self.registries["grammars"]
+
+    @property
+    def speculators(self) -> Registry[Speculator[Any]]:
+        """Speculators."""
+        return self.registries["speculators"]
 
     def manifest(self) -> Manifest:
         """The loaded plugins, as plain data for another process to `verify`."""

@@ -13,6 +13,7 @@ from engine.core.attention.pair import AttentionPair
 from engine.core.config.structure import structure_options
 from engine.core.config.tree import AUTO, EngineConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaultError, near_misses
+from engine.core.models.base import StateShape
 from engine.core.plugin_host.cache_groups import cache_layout
 from engine.core.plugin_host.derived import (
     max_len,
@@ -20,6 +21,7 @@ from engine.core.plugin_host.derived import (
     resolve_dtype,
     resolve_kv_dtype,
     shape_of,
+    speculator_spec,
 )
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS, ExtensionPoint
 from engine.core.plugin_host.faults import CONSTRUCTOR, blame
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from engine.core.plugin_host.registry import Manifest, Plugins, Registration, Registry
     from engine.core.quant.base import QuantMethod
     from engine.core.schedulers.policy import SchedulingPolicy
+    from engine.core.speculators.base import Speculator
 
 
 Question = Callable[[Any], str | None]
@@ -87,13 +90,15 @@ class Parts:
     executor: type[Executor]
     model: type[Model]
     options: Mapping[str, Any]
-    """Extension point (attention, quant, executors, models, grammars) -> an instance of the plugin's options_class, or
-    None."""
+    """Extension point (attention, quant, executors, models, grammars, speculators) -> an instance of the plugin's
+    options_class, or None."""
     choices: tuple[ChosenPlugin, ...]
     grammar: type[GrammarBackend[Any]] | None = None
     """None if auto found none: requests with a grammar are then refused."""
     no_grammar: str = ""
     """Why auto found no grammar backend."""
+    speculator: type[Speculator[Any]] | None = None
+    """None: no speculation."""
     manifest: Manifest = ()
     """The plugins this process has loaded; other processes of the engine compare theirs (Plugins.verify)."""
 
@@ -168,6 +173,13 @@ def resolve(
         if config.grammar.name != AUTO or "grammar" in overrides:
             raise
         no_grammar = str(error)  # an engine without one still serves
+    if config.speculator.name or "speculator" in overrides:
+        choose("speculator", speculator_question(config, checkpoint, chosen["model"]))
+    elif config.speculator.options:
+        raise ConfigError(
+            "speculator.options is set, but no speculator is chosen; name one as speculator.name (--speculator), or"
+            " leave the options out"
+        )
     policy = chosen["scheduler"]
     if isinstance(policy, type):
         given = options.pop("schedulers")
@@ -183,6 +195,7 @@ def resolve(
         manifest=plugins.manifest(),
         grammar=chosen.get("grammar"),
         no_grammar=no_grammar,
+        speculator=chosen.get("speculator"),
     )
 
 
@@ -194,7 +207,7 @@ def check_names(config: EngineConfig, plugins: Plugins, overrides: Collection[st
     """
     for point in EXTENSION_POINTS:
         name, registry = getattr(config, point.section).name, plugins.registries[point.name]
-        if point.section in overrides:
+        if point.section in overrides or (point.optional and not name):
             continue
         if point.pairs and "," in name:
             _pair(point, registry, name)
@@ -237,6 +250,24 @@ def attention_question(
     def question(cls: Any) -> str | None:
         refusals = (cls.refuses(spec, device) or _core_refusal(cls, spec) for spec in specs)
         return next(filter(None, refusals), None)
+
+    return question
+
+
+def speculator_question(config: EngineConfig, checkpoint: Mapping[str, Any], model: type[Model]) -> Question:
+    """Asks whether a speculator refuses this model. Raises as `attention_question`."""
+    model_spec = shape_of(model, checkpoint)
+    spec = speculator_spec(config, model_spec)
+    has_state = any(isinstance(cache, StateShape) for cache in model_spec.layer_caches)
+
+    def question(cls: Any) -> str | None:
+        if has_state:
+            return (
+                "layers of this model keep a state, which cannot go back to the last accepted token when a draft is "
+                "rejected; leave the speculator out"
+            )
+        refusal: str | None = cls.refuses(spec)
+        return refusal
 
     return question
 

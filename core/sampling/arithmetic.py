@@ -94,12 +94,17 @@ def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
     scores: [rows, vocab] float32; uniform: [rows] float64 in [0, 1). A row of NaN yields some token of the vocabulary.
     """
-    cumulative = scores.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    return draw_weights(scores.softmax(dim=-1), uniform)
+
+
+def draw_weights(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """`draw` from weights [rows, vocab], not negative and not all 0, which need not sum to 1."""
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     # Strictly below the total, whatever the rounding: a token with a probability above 0 then follows.
     point = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, point, right=True).squeeze(-1)
-    return tokens.clamp(max=scores.shape[-1] - 1)
+    return tokens.clamp(max=weights.shape[-1] - 1)
 
 
 def row_logprobs(

@@ -18,6 +18,7 @@ from engine.core.config.tree import (
     PluginsConfig,
     QuantConfig,
     SchedulerConfig,
+    SpeculatorConfig,
 )
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError, ConfigError, PluginError
@@ -30,6 +31,7 @@ from engine.core.plugin_host.registry import Plugins, load_plugins
 from engine.core.plugin_host.selection import Parts, find_quant, resolve
 from engine.core.quant.base import QuantMethod
 from engine.core.schedulers.policy import SchedulingPolicy
+from engine.core.speculators.base import Speculator, SpeculatorSpec
 
 CPU = DeviceInfo(type="cpu")
 GPU = DeviceInfo(type="cuda", capability=(9, 0))
@@ -97,7 +99,7 @@ def registry(*offers: tuple[str, str, Any, int], defaults: bool = True) -> Plugi
         ):
             if point not in [offer[0] for offer in offers]:
                 wanted.append((point, f"the-{point}", cls, 1))
-    points = ("models", "attention", "quant", "schedulers", "executors")
+    points = ("models", "attention", "quant", "schedulers", "executors", "speculators")
     plugin = type("Plugin", (), {f"register_{point}": hook(point) for point in points})
     return load_plugins(PluginsConfig(deny=("builtin",)), extra=[plugin()])
 
@@ -126,6 +128,39 @@ def test_an_engine_without_grammar_plugin_serves_and_knows_why() -> None:
     assert "auto has no candidate" in parts.no_grammar
     with pytest.raises(PluginError, match="there is no grammar plugin 'mine'"):
         resolve(evolve(EngineConfig(), grammar=GrammarConfig(name="mine")), registry(), CPU, {})
+
+
+def speculating(name: str, **settings: Any) -> EngineConfig:
+    return evolve(EngineConfig(), speculator=SpeculatorConfig(name=name, **settings))
+
+
+def test_an_engine_has_no_speculator_unless_one_is_named() -> None:
+    plugins = registry(("speculators", "bold", concrete(Speculator), 1))
+    assert resolve(EngineConfig(), plugins, CPU, {}).speculator is None
+    with pytest.raises(ConfigError, match="no speculator is chosen; name one as"):
+        resolve(speculating("", options={"splits": 2}), plugins, CPU, {})
+
+
+@pytest.mark.parametrize("name", ["bold", "auto"])
+def test_a_speculator_is_chosen_by_name_or_by_auto_and_asked_with_the_shape(name: str) -> None:
+    asked: list[SpeculatorSpec] = []
+    bold = concrete(Speculator, options_class=Options, refuses=classmethod(lambda cls, spec: asked.append(spec)))
+    plugins = registry(("speculators", "bold", bold, 1))
+    parts = resolve(speculating(name, options={"splits": 2}, max_drafts=3), plugins, CPU, {})
+    assert parts.speculator is not None
+    assert parts.speculator.__wrapped__ is bold  # type: ignore[attr-defined]
+    assert parts.options["speculators"] == Options(splits=2)
+    assert chosen(parts, "speculators")[0] == "bold"
+    assert asked == [SpeculatorSpec(vocab_size=100, max_len=512, max_drafts=3)]
+
+
+def test_a_speculator_passed_in_is_taken_and_one_that_refuses_is_an_error() -> None:
+    shy = concrete(Speculator, refuses=refusing("needs a table; give one"))
+    assert resolve(EngineConfig(), registry(), CPU, {}, {"speculator": concrete(Speculator)}).speculator is not None
+    with pytest.raises(PluginError, match="refuses: needs a table; give one"):
+        resolve(EngineConfig(), registry(), CPU, {}, {"speculator": shy})
+    with pytest.raises(PluginError, match="there is no speculator plugin 'mine'"):
+        resolve(speculating("mine"), registry(), CPU, {})
 
 
 def test_auto_considers_a_fallback_after_all_others() -> None:

@@ -1,0 +1,27 @@
+"""Speculators: the contract of what proposes the next tokens of a sequence, and checks of its answers."""
+
+from typing import TYPE_CHECKING
+
+from engine.core.lazy import exports
+
+if TYPE_CHECKING:
+    from engine.core.speculators.base import (
+        SpeculatedSequence as SpeculatedSequence,
+        Speculator as Speculator,
+        SpeculatorSpec as SpeculatorSpec,
+    )
+    from engine.core.speculators.checked_speculator import CheckedSpeculator as CheckedSpeculator
+    from engine.core.speculators.draft_lengths import DraftLengths as DraftLengths
+    from engine.core.speculators.step_costs import StepCosts as StepCosts
+
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    base=(
+        "SpeculatedSequence",
+        "Speculator",
+        "SpeculatorSpec",
+    ),
+    checked_speculator=("CheckedSpeculator",),
+    draft_lengths=("DraftLengths",),
+    step_costs=("StepCosts",),
+)

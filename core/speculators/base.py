@@ -1,0 +1,87 @@
+"""Contract of plugins/speculators: which tokens most likely come next. Core verifies every proposal."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Generic, TypeVar
+
+from attrs import field, frozen
+
+API = "1"
+"""Version of this contract."""
+OptionsT = TypeVar("OptionsT")
+
+
+@frozen(kw_only=True)
+class SpeculatorSpec:
+    """What a speculator proposes for."""
+
+    vocab_size: int
+    """Tokens are ids from 0 to vocab_size - 1."""
+    max_len: int
+    """Maximum tokens of a sequence, prompt and output."""
+    max_drafts: int
+    """Maximum tokens of a proposal."""
+
+
+@frozen(kw_only=True, eq=False)
+class SpeculatedSequence:
+    """A running request, as speculators see it: one object per request, the same at each call."""
+
+    request_id: str
+    """Of no other request that has not finished."""
+    tokens: Sequence[int] = field(repr=False)
+    """Prompt and output so far, to be read only. Grows between calls, and never changes otherwise; `len` and one token
+    take constant time."""
+    prompt_length: int
+    """The first tokens, which are the prompt."""
+    tenant: str | None = None
+    """The request's cache_salt. What is learned from a request must not show in proposals for other tenants: the time
+    of an answer would tell what others wrote. None: the tenant of all requests without one."""
+
+
+class Speculator(ABC, Generic[OptionsT]):
+    """Proposes the next tokens of sequences, on the host, in the engine process.
+
+    OptionsT: the speculator's own settings, an object of `options_class`; None for a speculator without any.
+
+    No answer, however wrong, changes what is generated: core verifies each proposed token and drops it, with those
+    after it, unless the model takes it too. A wrong proposal costs time only. All methods are called by one thread
+    between steps, so they must be quick: a call takes from the time of the step. Where a method raises, or a proposal
+    is invalid, there is no proposal; the first fault of each method is logged, and every one counted.
+    """
+
+    api: ClassVar[str]
+    """Version of the contract that the class was written for."""
+    options_class: ClassVar[type | None] = None
+    """Frozen attrs class of the plugin's own settings ([speculator.options]); None: no settings."""
+
+    @classmethod
+    def refuses(cls, spec: SpeculatorSpec) -> str | None:
+        """A sentence that says why this speculator cannot be used here and what would work; None if it can."""
+        return None
+
+    def __init__(self, spec: SpeculatorSpec, options: OptionsT = None) -> None:  # type: ignore[assignment]  # None: no options_class
+        """Called once, before the first request.
+
+        options: an instance of `options_class`, None without one.
+        """
+        self.spec = spec
+        self.options = options
+
+    @abstractmethod
+    def propose(self, sequence: SpeculatedSequence, limit: int) -> Sequence[int]:
+        """The tokens that most likely come next, in order: ints, at most `limit`; empty for no proposal.
+
+        limit: at least 1, at most SpeculatorSpec.max_drafts. Called any number of times for equal tokens.
+        """
+
+    def accepted(self, request_id: str, proposed: int, accepted: int) -> None:
+        """Learn how many tokens of a request's latest proposal were verified, and how many of them were accepted.
+
+        Not called for proposals that were not verified, as when a request ends.
+        """
+
+    def finished(self, request_id: str) -> None:
+        """Forget a request, which has ended. Called once per request, also for those never proposed for."""

@@ -1,0 +1,116 @@
+"""Calls a speculator and validates its answers; where it fails, there is no proposal."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from engine.core.errors import PluginError
+from engine.core.plugin_host.faults import blame, expect, raise_interrupt, shown
+from engine.core.plugin_host.installed import OBJECT, describe_plugin
+from engine.core.speculators.base import SpeculatedSequence, Speculator
+
+_log = logging.getLogger(__name__)
+_REHEARSAL = "rehearsal"
+
+
+class CheckedSpeculator:
+    """A speculator whose proposals are valid: at most as many tokens as asked for, all of the vocabulary.
+
+    A speculator that raises, or makes an invalid proposal, cannot stop the engine: there is no proposal, the fault is
+    counted in `faults`, and the first fault of each method is logged. It is asked again for the next proposal.
+
+    learns: whether the speculator has an `accepted` of its own; otherwise `accepted` need not be called.
+    """
+
+    def __init__(self, speculator: Speculator[Any]) -> None:
+        self.faults = 0
+        """Calls in which the speculator failed."""
+        self.spec = speculator.spec
+        self._speculator = speculator
+        self._propose = speculator.propose
+        self._vocab_size = speculator.spec.vocab_size
+        self._logged: set[str] = set()
+        cls = type(speculator)
+        self._owner: str = getattr(cls, "plugin_owner", describe_plugin("speculator", cls.__qualname__, OBJECT))
+        self.learns = cls.accepted is not Speculator.accepted
+
+    def propose(self, sequence: SpeculatedSequence, limit: int) -> Sequence[int]:
+        """A valid proposal of at most `limit` tokens; empty: there is none."""
+        try:
+            answer = self._propose(sequence, limit)
+            problem = _problem(answer, limit, self._vocab_size)
+            if problem is None:
+                return answer
+            self._fault("propose", _InvalidAnswerError(f"{shown(answer)} is not {problem}"))
+        except BaseException as error:
+            self._fault("propose", error)
+        return ()
+
+    def accepted(self, request_id: str, proposed: int, accepted: int) -> None:
+        """Report how many tokens of a proposal were accepted."""
+        try:
+            self._speculator.accepted(request_id, proposed, accepted)
+        except BaseException as error:
+            self._fault("accepted", error)
+
+    def finished(self, request_id: str) -> None:
+        """Report that a request has ended."""
+        try:
+            self._speculator.finished(request_id)
+        except BaseException as error:
+            self._fault("finished", error)
+
+    def rehearse(self) -> None:
+        """Call each method once, for a request that does not exist.
+
+        Raises PluginFaultError or PluginError, naming the plugin, for what the first request would have met.
+        """
+        tokens = [number % min(self._vocab_size, 3) for number in range(min(self.spec.max_len, 12))]
+        sequence = SpeculatedSequence(request_id=_REHEARSAL, tokens=tokens, prompt_length=len(tokens))
+        limit = self.spec.max_drafts
+        with blame(self._owner, "propose()"):
+            answer = self._propose(sequence, limit)
+            problem = _problem(answer, limit, self._vocab_size)
+        expect(problem is None, self._owner, "propose()", answer, problem or "")
+        with blame(self._owner, "accepted()"):
+            self._speculator.accepted(_REHEARSAL, len(answer), 0)
+        with blame(self._owner, "finished()"):
+            self._speculator.finished(_REHEARSAL)
+
+    def _fault(self, method: str, error: BaseException) -> None:
+        """Count a fault, and log the first of each method. Raises `error` if a signal raised it, as Ctrl-C does."""
+        raise_interrupt(error)
+        self.faults += 1
+        if method in self._logged:
+            return
+        self._logged.add(method)
+        invalid = isinstance(error, _InvalidAnswerError)
+        _log.error(
+            "%s %s %s(): %s; nothing is proposed until it answers well (logged once per method, counted in "
+            "engine_speculator_faults_total)",
+            self._owner,
+            "gave an invalid answer in" if invalid else "failed in",
+            method,
+            error if invalid else f"{type(error).__name__}: {error}",
+            exc_info=None if invalid else error,
+        )
+
+
+class _InvalidAnswerError(PluginError):
+    """A speculator's answer is not what its contract allows."""
+
+
+def _problem(answer: object, limit: int, vocab_size: int) -> str | None:
+    """What a proposal is not; None for a valid one."""
+    if not isinstance(answer, Sequence):
+        return "a sequence of tokens"
+    if len(answer) > limit:
+        return f"at most {limit} tokens"
+    for token in answer:
+        if type(token) is not int:
+            return "a sequence of ints"
+        if not 0 <= token < vocab_size:
+            return f"a sequence of tokens below {vocab_size}"
+    return None

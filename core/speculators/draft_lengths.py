@@ -1,0 +1,167 @@
+"""Chooses how many drafts of each sequence a step verifies: as many as make most tokens per time, or none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from attrs import define
+
+from engine.core.speculators.step_costs import StepCosts
+
+_MEMORY = 0.95
+"""Weight of an earlier trial, next to one later, in the acceptance of a request: about the last 20 count."""
+_COMMON_MEMORY = 0.995
+"""The same in the acceptance of all requests together, with which a new request begins."""
+_PRIOR_TRIALS = 8.0
+"""Trials that the acceptance of all requests counts for in that of one request."""
+_FIRST_ACCEPTANCE = 0.5
+"""The acceptance before the first trial of all."""
+_MAX_ACCEPTANCE = 0.99
+_PROBE_INTERVAL = 16
+"""Steps until a request whose drafts do not pay is tried again; doubled with each trial that fails, up to a maximum."""
+_MAX_PROBE_INTERVAL = 512
+_PROBE_SHARE = 0.01
+"""Share of the time of all steps that such trials may take, where they fail."""
+_MIN_GAIN = 1.01
+"""Tokens per time with drafts, next to those without, from which on they count as a gain: estimates are not exact."""
+_SAVED_STEPS = 64
+"""Steps of which the time for trials may be saved up."""
+
+
+@define
+class _Trials:
+    """Drafts of one request that were verified: one trial each, up to the first that was rejected."""
+
+    accepted: float = 0.0
+    count: float = 0.0
+    next_probe: int = 0
+    """Step from which on it is tried again where its drafts do not pay."""
+    interval: int = _PROBE_INTERVAL
+
+    def add(self, proposed: int, accepted: int, memory: float) -> None:
+        trials = accepted + (accepted < proposed)
+        kept = memory**trials
+        self.accepted = self.accepted * kept + accepted
+        self.count = self.count * kept + trials
+
+
+class DraftLengths:
+    """Chooses lengths from the measured acceptance of each request and the measured costs of steps.
+
+    Of a request whose drafts are accepted with probability a, draft number j is one token more with probability a^j.
+    A step verifies the most probable drafts of all its sequences, as many as maximize
+
+        (tokens without drafts + the sum of their probabilities) / the time of a step of that many rows.
+
+    Per step: `begin`, then `limit` for each request that may speculate, then `choose` if there are proposals; later
+    `record` for each that was verified. A request whose drafts do not pay is tried again from time to time with one
+    draft; those of all requests together that fail take at most a hundredth of the time.
+    """
+
+    def __init__(self, costs: StepCosts, max_drafts: int, *, overhead: float = 0.0) -> None:
+        """overhead: time that a step takes longer for having drafts at all, in the unit of `costs`."""
+        self._costs = costs
+        self._max_drafts = max_drafts
+        self._overhead = overhead
+        self._requests: dict[str, _Trials] = {}
+        self._common = _Trials(accepted=_FIRST_ACCEPTANCE, count=1.0)
+        self._powers = np.arange(1, max_drafts + 1)
+        self._step = 0
+        self._rows = self._tokens = 0
+        self._least = 1.0
+        """A draft that is less probable cannot pay in this step."""
+        self._saved = 0.0
+        """Time for trials that was saved up."""
+        self._probes: set[str] = set()
+        """Requests that this step tries again."""
+
+    def begin(self, rows: int, tokens: int) -> bool:
+        """Begin a step; False: no request has drafts in this step, so that `limit` need not be asked.
+
+        rows: rows without drafts; tokens: how many of them yield a token.
+        """
+        self._step += 1
+        self._rows, self._tokens = rows, tokens
+        self._probes.clear()
+        table = self._costs.table(rows + max(tokens, 1) * self._max_drafts)
+        time = table[rows]
+        # The least time per row that any number of further rows has.
+        further = table[rows + 1 : rows + 1 + max(tokens, 1) * self._max_drafts] - time + self._overhead
+        per_row = float((further / np.arange(1, len(further) + 1)).min())
+        self._least = per_row * tokens / time
+        self._probe_time = float(table[rows + 1] - time) + self._overhead
+        most = max(_PROBE_SHARE * time * _SAVED_STEPS, self._probe_time)
+        self._saved = min(self._saved + _PROBE_SHARE * time, most)
+        return tokens > 0 and (self._least <= _MAX_ACCEPTANCE or self._saved >= self._probe_time)
+
+    def limit(self, request_id: str) -> int:
+        """The most drafts of a request that may pay in this step; 0: it need not be asked."""
+        acceptance = self.acceptance(request_id)
+        if acceptance >= self._least:
+            if self._least <= 0:
+                return self._max_drafts
+            return min(self._max_drafts, int(math.log(self._least) / math.log(acceptance) + 1e-9))
+        trials = self._requests.setdefault(request_id, _Trials())
+        if self._step >= trials.next_probe and self._saved >= self._probe_time:
+            self._saved -= self._probe_time
+            self._probes.add(request_id)
+            trials.next_probe = self._step + trials.interval
+            trials.interval = min(2 * trials.interval, _MAX_PROBE_INTERVAL)
+            return 1
+        return 0
+
+    def choose(self, proposals: Sequence[tuple[str, int]]) -> list[int]:
+        """How many drafts of each proposal to verify. proposals: (request, number of drafts)."""
+        if not proposals:
+            return []
+        lengths = np.array([length for _, length in proposals])
+        acceptances = np.array([self.acceptance(request) for request, _ in proposals])
+        gains = acceptances[:, None] ** self._powers
+        gains[self._powers > lengths[:, None]] = 0.0
+        probed = [place for place, (request, length) in enumerate(proposals) if request in self._probes and length]
+        gains[probed, 0] = 1.0  # whatever they gain
+        ordered = np.sort(gains, axis=None)[::-1]
+        ordered = ordered[: int(np.count_nonzero(ordered))]
+        count = len(probed)
+        times = self._costs.table(self._rows + len(ordered))[self._rows : self._rows + len(ordered) + 1].copy()
+        times[1:] += self._overhead
+        rates = (self._tokens + np.concatenate(([0.0], ordered.cumsum()))) / times
+        best = int(rates.argmax())
+        best = max(best if rates[best] >= _MIN_GAIN * rates[0] else 0, count)
+        if best == 0:
+            return [0] * len(proposals)
+        # Equal gains: all of them, which the largest rate includes unless a row more costs a step in the table.
+        taken = gains >= ordered[best - 1]
+        if int(taken.sum()) > best:
+            places = np.argsort(-gains, axis=None, kind="stable")[:best]
+            taken = np.zeros(gains.size, bool)
+            taken[places] = True
+            taken = taken.reshape(gains.shape)
+        found: list[int] = taken.sum(axis=1).tolist()
+        return found
+
+    def acceptance(self, request_id: str) -> float:
+        """The estimated probability that a draft of a request is accepted if those before it are."""
+        common = self._common.accepted / self._common.count
+        trials = self._requests.get(request_id)
+        if trials is None:
+            return min(common, _MAX_ACCEPTANCE)
+        estimate = (trials.accepted + _PRIOR_TRIALS * common) / (trials.count + _PRIOR_TRIALS)
+        return min(estimate, _MAX_ACCEPTANCE)
+
+    def record(self, request_id: str, proposed: int, accepted: int) -> None:
+        """Take in how many of the `proposed` drafts that were verified were accepted."""
+        trials = self._requests.setdefault(request_id, _Trials())
+        trials.add(proposed, accepted, _MEMORY)
+        self._common.add(proposed, accepted, _COMMON_MEMORY)
+        if accepted:
+            if request_id in self._probes:
+                self._saved += self._probe_time  # it was not lost
+            trials.interval = _PROBE_INTERVAL
+            trials.next_probe = self._step + 1
+
+    def finished(self, request_id: str) -> None:
+        """Forget a request."""
+        self._requests.pop(request_id, None)

@@ -1,0 +1,15 @@
+"""Built-in speculators."""
+
+from engine.core.hooks import Register, hookimpl, lazy
+
+
+@hookimpl
+def register_speculators(register: Register) -> None:
+    """Register the built-in speculators."""
+    register(
+        "ngram",
+        lazy("engine.plugins.speculators.ngram:Ngram"),
+        api="1",
+        summary="what followed the last tokens where they stood before, in the prompt or the output",
+        preference=10,
+    )

@@ -1,0 +1,131 @@
+"""How many drafts are verified: never slower than plain decoding in a simulation, near the best fixed number."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from engine.core.errors import ConfigError
+from engine.core.speculators import DraftLengths, StepCosts
+from tests.core.speculators.simulation import CURVES, Acceptance, Simulation, costs_of
+
+STEPS = 250
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_speculation_is_never_slower_than_plain_decoding(curve: str, batch: int) -> None:
+    for acceptance in (0.0, 0.5, 0.7, 0.9):
+        assert Simulation(curve, batch, acceptance).run(STEPS) >= 0.98
+
+
+@pytest.mark.parametrize(("batch", "acceptance"), [(1, 0.7), (8, 0.5), (8, 0.9), (64, 0.7)])
+@pytest.mark.parametrize("curve", ["memory, then compute", "CUDA graphs of 8, 16, ... rows"])
+def test_speculation_is_about_as_fast_as_with_the_best_fixed_number(curve: str, batch: int, acceptance: float) -> None:
+    best = max(Simulation(curve, batch, acceptance, fixed=fixed).run(100) for fixed in range(6))
+    assert Simulation(curve, batch, acceptance).run(STEPS) >= 0.94 * best
+
+
+def test_requests_that_differ_are_served_better_than_by_any_fixed_number() -> None:
+    mixed: Acceptance = (0.0, 0.9)
+    best = max(Simulation("memory, then compute", 64, mixed, fixed=fixed).run(100) for fixed in range(6))
+    assert Simulation("memory, then compute", 64, mixed).run(STEPS) > 1.1 * best
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_speculation_goes_off_and_on_again_with_the_acceptance(batch: int) -> None:
+    curve = "a laptop" if batch == 1 else "memory, then compute"
+    simulation = Simulation(curve, batch, lambda step: 0.9 * (step < 200 or step >= 900))
+    first, _, none, _, again = (simulation.run(steps) for steps in (200, 100, 600, 400, 200))
+    assert none >= 0.98
+    assert again >= 0.9 * first > 1.3
+
+
+def test_a_large_batch_that_is_bound_by_compute_turns_speculation_off_and_a_small_one_on() -> None:
+    lengths = DraftLengths(costs_of("memory, then compute"), 5)
+    for _ in range(30):
+        lengths.record("r", 5, 3)
+    lengths.begin(4, 4)
+    assert lengths.limit("r") == 5
+    asked = 0
+    for _ in range(16):
+        lengths.begin(400, 400)
+        asked += lengths.limit("r")
+    assert asked == 1, "once, to try it"
+    lengths.begin(4, 4)
+    assert lengths.limit("r") == 5
+
+
+def test_the_time_that_drafts_cost_whatever_their_number_counts() -> None:
+    """The host waits for a step with drafts before it plans the next one."""
+    assert Simulation("memory, then compute", 8, 0.1, overhead=1000).run(STEPS) >= 0.98
+    assert Simulation("memory, then compute", 8, 0.9, overhead=1000).run(STEPS) > 2
+
+
+def test_the_most_probable_drafts_of_all_sequences_are_chosen() -> None:
+    lengths = DraftLengths(StepCosts([(1, 10.0), (2, 10.0), (9, 10.0), (10, 1000.0)], padded=True), 4)
+    for _ in range(40):
+        lengths.record("sure", 4, 4)
+        lengths.record("unsure", 4, 0)
+    lengths.begin(3, 3)
+    assert lengths.choose([("sure", 4), ("unsure", 4), ("sure", 1)]) == [4, 1, 1]
+    assert lengths.choose([("sure", 2), ("unsure", 0)]) == [2, 0]
+    assert lengths.choose([]) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_choice_is_that_of_a_search_through_all_choices(seed: int) -> None:
+    pick = np.random.default_rng(seed)
+    times = np.cumsum(pick.choice([0.0, 1.0, 3.0], 20)) + 20
+    lengths = DraftLengths(StepCosts([(rows + 1, time) for rows, time in enumerate(times)]), 3)
+    requests = ["a", "b", "c"]
+    for request in requests:
+        lengths.record(request, 40, int(pick.integers(0, 40)))
+    lengths.begin(3, 3)
+    proposals = [(request, int(pick.integers(1, 4))) for request in requests]
+
+    def rate(counts: tuple[int, ...]) -> float:
+        gains = sum(
+            sum(lengths.acceptance(request) ** (number + 1) for number in range(count))
+            for request, count in zip(requests, counts, strict=True)
+        )
+        return (3 + gains) / float(times[2 + sum(counts)])
+
+    choices = list(itertools.product(*(range(length + 1) for _, length in proposals)))
+    best = max(map(rate, choices))
+    found = rate(tuple(lengths.choose(proposals)))
+    assert found == pytest.approx(best) or best < 1.01 * rate((0, 0, 0))
+
+
+def test_a_step_in_which_nothing_can_pay_asks_no_request() -> None:
+    lengths = DraftLengths(costs_of("bound by compute"), 5)
+    assert not lengths.begin(64, 64)
+    assert not lengths.begin(64, 0)
+
+
+def test_a_finished_request_leaves_nothing() -> None:
+    lengths = DraftLengths(costs_of("a laptop"), 5)
+    lengths.begin(1, 1)
+    lengths.limit("r")
+    lengths.record("r", 2, 0)
+    lengths.finished("r")
+    lengths.finished("never seen")
+    assert lengths._requests == {}
+
+
+def test_costs_are_interpolated_or_padded_and_never_fall() -> None:
+    measured = [(4, 20.0), (1, 10.0), (8, 18.0), (4, 30.0), (16, 40.0)]
+    assert StepCosts(measured).table(20)[:21:2].tolist() == pytest.approx(
+        [10, 10 + 10 / 3, 20, 20, 20, 25, 30, 35, 40, 45, 50]
+    )
+    assert StepCosts(measured, padded=True).table(18)[[1, 2, 4, 5, 8, 9, 16, 18]].tolist() == pytest.approx(
+        [10, 20, 20, 20, 20, 40, 40, 45]
+    )
+
+
+@pytest.mark.parametrize("measured", [[], [(1, 5.0)], [(1, 5.0), (1, 6.0)], [(0, 1.0), (1, 2.0)], [(1, 0.0), (2, 1.0)]])
+def test_costs_that_say_nothing_are_refused(measured: list[tuple[int, float]]) -> None:
+    with pytest.raises(ConfigError, match="two or more numbers of rows"):
+        StepCosts(measured)
