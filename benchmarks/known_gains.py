@@ -4,8 +4,9 @@
         [--repeat 3] [--json benchmarks/results/h200-known-gains.json]
 
 "On" is the engine as shipped, unless the name of the gain says otherwise; "off" changes a setting, or replaces one
-function by the plain way of doing the same (`known_gains_off.py`). Each case runs in a process of its own, on and off
-in turn; the median counts. What a machine refuses is noted under "refused" with the sentence.
+function by the plain way of doing the same (`known_gains_off.py`). Each way of running has a process of its own, and
+runs once per round though several gains may share it; the median of the rounds counts. What a machine refuses is noted
+under "refused" with the sentence.
 
 Loads: decode (many requests of 128 tokens in and 128 out), text (the same from text to text, in one process), prefix
 (requests that share a long prompt), arrivals (long prompts that arrive while others decode).
@@ -211,6 +212,42 @@ def run_case(arguments: argparse.Namespace, name: str, side: str) -> dict[str, A
     return run_in_own_process(__file__, [*options, *(f"--set={text}" for text in arguments.given)])
 
 
+@frozen
+class Runs:
+    """One way of running, and what it measured."""
+
+    case: Case
+    name: str
+    """A gain of which it is a side; several may share it."""
+    side: str
+    results: list[dict[str, Any]] = Factory(list)
+
+    @property
+    def refused(self) -> str:
+        """The sentence of the engine that refuses it; "" if it runs."""
+        sentence: str = self.results[-1].get("refused", "")
+        return sentence
+
+
+def run_all(arguments: argparse.Namespace, names: list[str]) -> dict[str, tuple[Runs, Runs]]:
+    """Run both sides of all gains, in as many rounds as asked for. Gain -> (on, off)."""
+    every: list[Runs] = []
+    sides: dict[str, list[Runs]] = {name: [] for name in names}
+    for name in names:
+        for side, case in zip(("on", "off"), GAINS[name], strict=True):
+            same = [runs for runs in every if runs.case == case]
+            if not same:
+                same = [Runs(case, name, side)]
+                every += same
+            sides[name] += same
+    for number in range(arguments.repeat):
+        for runs in every:
+            if not (runs.results and runs.refused):
+                runs.results.append(run_case(arguments, runs.name, runs.side))
+                print(f"round {number + 1}: {runs.name}, {runs.side}: {runs.results[-1].get('figures')}", flush=True)
+    return {name: (on, off) for name, (on, off) in sides.items()}
+
+
 def rows_of(name: str, on: list[dict[str, Any]], without: list[dict[str, Any]]) -> list[Row]:
     """The medians of both sides, and by how much the first is better."""
     rows = []
@@ -229,7 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.1-8b", choices=[*MODELS, "demo"])
     parser.add_argument("--size", default="full", choices=SIZES, help="how much work; cpu: for a few cores")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each side")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds")
     parser.add_argument("--only", default=";".join(GAINS), metavar="NAME;...", help="of " + "; ".join(GAINS))
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="given")
     parser.add_argument("--json", type=Path, help="file to write the result to")
@@ -249,20 +286,13 @@ def main() -> None:
     rows: list[Row] = []
     refused: dict[str, str] = {}
     machine, settings = "", {}
-    for name in names:
-        runs: dict[str, list[dict[str, Any]]] = {"on": [], "off": []}
-        for _ in range(arguments.repeat):
-            for side, found in runs.items():
-                found.append(run_case(arguments, name, side))
-            sentences = [found[-1]["refused"] for found in runs.values() if "refused" in found[-1]]
-            if sentences:
-                refused[name] = sentences[0]
-                break
-        if name in refused:
+    for name, (on, without) in run_all(arguments, names).items():
+        if on.refused or without.refused:
+            refused[name] = on.refused or without.refused
             print(f"{name}: {refused[name]}", flush=True)
             continue
-        machine, settings = runs["on"][0]["machine"], settings or runs["on"][0]["settings"]
-        measured = rows_of(name, runs["on"], runs["off"])
+        machine, settings = on.results[0]["machine"], settings or on.results[0]["settings"]
+        measured = rows_of(name, on.results, without.results)
         for row in measured:
             print(f"{row.case or '':48} {row.metric:40} {row.value:12,.1f} {row.unit}", flush=True)
         rows += measured

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -249,11 +250,17 @@ def write_model(root: Path, name: str, *, tokenizer: bool = False) -> Path:
 
 def _write_tokenizer(directory: Path, config: dict[str, Any]) -> None:
     """A byte tokenizer, padded with artificial words to the model's vocabulary, so that every token has a text."""
+    write_tokenizer(directory, [f"token{number} " for number in range(256, config["vocab_size"])])
+
+
+def write_tokenizer(directory: Path, words: Sequence[str]) -> None:
+    """A tokenizer of 256 bytes and these words of ASCII, all different and longer than a byte; the last one ends a
+    sequence."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [f"token{number}Ġ" for number in range(len(symbols), config["vocab_size"])]  # Ġ: a byte-level blank
+    words = [word.replace(" ", "Ġ") for word in words]  # Ġ: a byte-level blank
     vocabulary = {text: number for number, text in enumerate([*symbols, *words])}
     raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -14,7 +14,7 @@ import typer
 from engine.cli.chat_client import CONTENT, REASONING, VISIBLE, ChatClient, Piece
 from engine.cli.errors import ServerError
 from engine.cli.opening import open_engine
-from engine.cli.options import ADMIN_KEY_VARIABLE, DEMO_MODEL, KEY_VARIABLE, MODEL, OFFLINE, configured, sampled
+from engine.cli.options import DEMO_MODEL, KEY_VARIABLE, MODEL, OFFLINE, configured, refuse_settings, sampled
 from engine.core.config import Resolved
 from engine.core.errors import ConfigError, EngineError, InvalidRequestError
 
@@ -84,11 +84,7 @@ def offline(engine: Engine, params: SamplingParams) -> Answers:
 
 def remote(url: str, api_key: str, resolved: Resolved, sampling: Mapping[str, Any]) -> tuple[Answers, str]:
     """Answers of a server, and a line that says whose they are. Raises what `ChatClient` raises, and ConfigError."""
-    for key, origin in resolved.origins.items():
-        if key == "model.path" and origin in MODEL_ORIGINS:
-            continue
-        if origin not in ("default", DEMO_MODEL, KEY_VARIABLE, ADMIN_KEY_VARIABLE):
-            raise ConfigError(f"{key} (by {origin}) is a setting of the server, which runs already; leave it out")
+    refuse_settings(resolved, but=("model.path",) if resolved.origins["model.path"] in MODEL_ORIGINS else ())
     client = ChatClient(url, api_key)
     named = resolved.origins["model.path"] != DEMO_MODEL
     model = resolved.config.model.path if named else _only_model(client)

@@ -18,6 +18,7 @@ import typer
 
 from engine.cli.otel_variables import tracing_defaults
 from engine.core.config import (
+    DEFAULT,
     EngineConfig,
     Resolved,
     Setting,
@@ -54,6 +55,25 @@ def purpose(section: str) -> str:
     """The purpose of a section of the configuration, from its docstring."""
     doc = inspect.getdoc(type(getattr(EngineConfig(), section))) or ""
     return doc.partition("\n")[0].rpartition("]: ")[2].rstrip(".")
+
+
+def given_settings(resolved: Resolved) -> dict[str, str]:
+    """Setting -> where it was given: on the command line or in a file.
+
+    Those from environment variables are not among them: variables are there for all commands, and say nothing of this
+    one.
+    """
+    by_default = (DEFAULT, DEMO_MODEL)
+    return {
+        key: origin for key, origin in resolved.origins.items() if origin not in by_default and origin not in os.environ
+    }
+
+
+def refuse_settings(resolved: Resolved, *, but: Collection[str] = ()) -> None:
+    """Raise ConfigError for a setting given to a command whose server runs already. but: settings with a meaning."""
+    for key, origin in given_settings(resolved).items():
+        if key not in but:
+            raise ConfigError(f"{key} (by {origin}) is a setting of the server, which runs already; leave it out")
 
 
 def _default_text(setting: Setting) -> str:

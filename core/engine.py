@@ -1,10 +1,8 @@
-"""The engine: a scheduler plans each step, an executor runs the step, and `Engine.step` joins the two."""
+"""The engine: one model behind a scheduler, an executor and the loop of steps that joins the two."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -29,21 +27,17 @@ from engine.core.errors import (
     ConfigError,
     ControlBusyError,
     ControlError,
-    EngineError,
     ExecutorError,
     InvalidRequestError,
 )
-from engine.core.executors.base import Executor, Health, PendingResult
+from engine.core.executors.base import Executor, Health
 from engine.core.executors.choose import PluginChoice
 from engine.core.executors.rehearsal import rehearse
-from engine.core.gc_pauses import PauseCounts
 from engine.core.generation import Completion, generate, stream
 from engine.core.grammars.base import GrammarBackend
-from engine.core.graph_uses import GraphUses
 from engine.core.hub.names import locate
 from engine.core.kv_events.stream import EventStream
 from engine.core.models.base import ModelSpec
-from engine.core.phase_timer import PhaseTimer
 from engine.core.plugin_host.derived import max_len, settle, shape_of
 from engine.core.plugin_host.faults import PluginCall, name_fault
 from engine.core.plugin_host.registry import Plugins, load_plugins
@@ -59,11 +53,12 @@ from engine.core.schedulers.scheduler import Scheduler
 from engine.core.speculators.base import Speculator
 from engine.core.startup import Listener, Phases
 from engine.core.startup_display import show_startup
+from engine.core.step_loop import STEP_PHASES, StepLoop
 from engine.core.text.detokenizer import TextDelta
 from engine.core.text.tokenizer import Tokenizer
 from engine.core.timeline.merge import Report
 from engine.core.timeline.recorder import Recorder, TraceOptions
-from engine.core.types import EngineStats, Output, Request, SamplingParams, Step, StepResult
+from engine.core.types import EngineStats, Output, Request, SamplingParams
 from engine.core.wait_policy import set_wait_policy
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.generation_config import not_honoured
@@ -71,8 +66,6 @@ from engine.core.weights.generation_config import not_honoured
 log = logging.getLogger(__name__)
 
 
-STEP_PHASES = ("schedule", "submit", "wait", "commit")
-"""What a step is timed by in the engine; the runner adds phases of its own (StepResult.seconds)."""
 MIN_PRIORITY = -(2**31)
 
 
@@ -199,14 +192,14 @@ class Engine:
         return StepMeter(cost, peaks)
 
     def _start_scheduling(self) -> None:
-        """Build the scheduler over the executor's KV cache, and the state of the step loop."""
+        """Build the scheduler over the executor's KV cache, and the loop of steps."""
         cache = self.config.cache
         cache_metrics = CacheMetrics(self.cache_info.kinds, sample=cache.metrics_sample) if cache.metrics else None
         observers: list[CacheObserver] = [cache_metrics] if cache_metrics is not None else []
         if self.config.kv_events.endpoint:
             self._kv_events = EventStream(self.config.kv_events, self.cache_info)
             observers.append(self._kv_events.recorder)
-        self._meter = self._make_meter()
+        meter = self._make_meter()
         self._scheduler = Scheduler(
             self.parts.policy,
             make_block_manager(
@@ -220,23 +213,21 @@ class Engine:
             max_len=self.max_len,
             eos_tokens=self.checkpoint.eos_tokens(),
             cache_metrics=cache_metrics,
-            meter=self._meter,
+            meter=meter,
         )
         overlap = self.config.scheduler.overlap
-        self._steps_ahead = int(self._executor.asynchronous if overlap == "auto" else overlap == "on")
-        self._in_flight: deque[tuple[Step, PendingResult]] = deque()
-        self._timers = defaultdict(PhaseTimer, {phase: PhaseTimer() for phase in STEP_PHASES})
-        self._kernels_compiled = self._graphs_captured = 0
-        self._graph_uses = GraphUses()
-        self._recorder: Recorder | None = None
-        """Set while steps are to be reported to it."""
+        self._loop = StepLoop(
+            self._scheduler,
+            self._executor,
+            steps_ahead=int(self._executor.asynchronous if overlap == "auto" else overlap == "on"),
+            owner=self.parts.owner("executors"),
+            grammars=self._grammars,
+            meter=meter,
+        )
         self._trace: Recorder | None = None
         """The recorder of the latest trace."""
-        self._worker_pauses: tuple[tuple[str, PauseCounts], ...] = ()
         self._async: AsyncGenerator | None = None
         self._closed = False
-        self._failure = ""
-        """Why no step can run any more; empty while steps can."""
 
     def step(self) -> list[Output]:
         """Plan and submit a step, then commit the oldest step in flight.
@@ -246,70 +237,23 @@ class Engine:
         Raises ExecutorError when a step failed (StepFaultError, naming the plugin, when a plugin made it fail); the
         engine can then only be closed.
         """
-        outputs = self._step()
+        if self._loop.failure:
+            raise self._unusable()
+        outputs = self._loop.step()
         if self._kv_events is not None:
             self._kv_events.flush()
         return outputs
-
-    def _step(self) -> list[Output]:
-        """Plan, submit and commit; the events of the cache are published afterwards."""
-        if self._failure:
-            raise self._unusable()
-        with self._timers["schedule"]:
-            step = self._scheduler.schedule(time.monotonic())
-            if step is not None and (grammars := self._grammars.take_begun()):
-                step = attrs.evolve(step, grammars=grammars)
-        try:
-            answered = self._exchange(step)
-            if answered is None:
-                return []
-            oldest, result = answered
-            for phase, seconds in result.seconds:
-                self._timers[phase].seconds += seconds
-            self._kernels_compiled += result.kernels_compiled
-            self._graphs_captured += result.graphs_captured
-            if result.graph_size is not None:
-                self._graph_uses.count(oldest, result.graph_size)
-            if result.gc_pauses:
-                self._worker_pauses = (("worker", result.gc_pauses),)
-            with self._timers["commit"]:
-                return self._scheduler.commit(oldest, result, time.monotonic())
-        except BaseException as error:  # the step's tokens are lost, whatever was raised
-            message = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-            self._failure = message or type(error).__name__
-            raise
-
-    def _exchange(self, step: Step | None) -> tuple[Step, StepResult] | None:
-        """Submit a step, and wait for the oldest in flight; None where the engine need not wait yet."""
-        try:
-            if step is not None:
-                with self._timers["submit"]:
-                    pending = self._executor.submit(step)
-                if self._recorder is not None:
-                    pending = self._recorder.submitted(step, pending)
-                self._in_flight.append((step, pending))
-            if not self._in_flight or (step is not None and len(self._in_flight) <= self._steps_ahead):
-                return None
-            oldest, pending = self._in_flight.popleft()
-            with self._timers["wait"]:
-                result = pending.result()
-            if self._meter is not None:
-                self._meter.finish()
-            return oldest, result
-        except BaseException as error:
-            name_fault(error, PluginCall(self.parts.owner("executors"), "a step"))
-            raise
 
     def _unusable(self) -> ExecutorError:
         """The error of a call that needs a working engine."""
         if self._closed:
             return ExecutorError("the engine is closed; make a new one")
-        return ExecutorError(f"a step failed, so the engine can only be closed; make a new one ({self._failure})")
+        return ExecutorError(f"a step failed, so the engine can only be closed; make a new one ({self._loop.failure})")
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError, and queues nothing, for a request that can never be served, and
         ExecutorError when the engine is closed or a step has failed. Waits for a grammar that is not compiled yet."""
-        if self._failure:
+        if self._loop.failure:
             raise self._unusable()
         check_request(request)
         prompt = np.frombuffer(request.prompt.pack(), np.uint32)  # unsigned, so that a negative id is too large as well
@@ -350,7 +294,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a request is waiting or running, or a step is in flight."""
-        return bool(self._in_flight) or self._scheduler.has_work
+        return self._loop.has_steps or self._scheduler.has_work
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -442,7 +386,7 @@ class Engine:
         Raises ControlError if the operation is unknown, refused or fails, after which the engine goes on. Raises
         ExecutorError when the engine is closed or a device or worker has failed; the engine can then only be closed.
         """
-        if self._failure:
+        if self._loop.failure:
             raise self._unusable()
         try:
             return self._executor.call(name, arguments or {})
@@ -450,7 +394,7 @@ class Engine:
             raise
         except BaseException as error:
             name_fault(error, PluginCall(self.parts.owner("executors"), "call()"))
-            self._failure = str(error) or type(error).__name__
+            self._loop.failure = str(error) or type(error).__name__
             raise
 
     def start_trace(self, options: TraceOptions, notify: Callable[[str], None] = lambda directory: None) -> None:
@@ -461,7 +405,7 @@ class Engine:
         Raises ControlError if the options or a rank refuse, and ControlBusyError while another trace is recorded or
         written; ExecutorError as `call` does.
         """
-        if self._failure:
+        if self._loop.failure:
             raise self._unusable()
         if self._trace is not None and self._trace.running:
             self.trace_report()
@@ -472,12 +416,12 @@ class Engine:
             raise ControlError(refusal)
 
         def ended() -> None:
-            self._recorder = None
+            self._loop.recorder = None
 
-        self._trace = self._recorder = Recorder(
+        self._trace = self._loop.recorder = Recorder(
             options,
             call=self.call,
-            timers=self._timers,
+            timers=self._loop.timers,
             phases=STEP_PHASES,
             scheduler=self._scheduler,
             ended=ended,
@@ -510,7 +454,7 @@ class Engine:
         Running requests keep their blocks, which no later request shares. Nothing is to be done on the ranks, for which
         a block is one among others.
         """
-        if self._failure:
+        if self._loop.failure:
             raise self._unusable()
         freed = self._scheduler.reset_prefix_cache()
         if self._kv_events is not None:
@@ -519,30 +463,21 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Current counters and gauges."""
-        seconds = tuple((phase, timer.seconds) for phase, timer in self._timers.items())
         return attrs.evolve(
-            self._scheduler.stats(),
-            seconds=seconds,
-            work=self._meter.totals() if self._meter is not None else (),
-            peaks=self._meter.peaks if self._meter is not None else None,
-            kernels_compiled=self._kernels_compiled,
-            graphs_captured=self._graphs_captured,
+            self._loop.add_stats(self._scheduler.stats()),
             kv_events=None if self._kv_events is None else (self._kv_events.published, self._kv_events.dropped),
-            graph_replays=self._graph_uses.replays(),
-            graph_misses=self._graph_uses.misses,
-            gc_pauses=self._worker_pauses,
         )
 
     def check(self) -> Health:
         """Whether the engine is open, no step has failed and the executor can run steps."""
-        return Health(ok=False, detail=self._failure) if self._failure else self._executor.check()
+        return Health(ok=False, detail=self._loop.failure) if self._loop.failure else self._executor.check()
 
     def close(self) -> None:
         """Stop the executor and free the device; a second call does nothing."""
         if not self._closed:
             self._closed = True
-            self._failure = "the engine is closed"
-            self._in_flight.clear()
+            self._loop.failure = "the engine is closed"
+            self._loop.forget()
             if self._trace is not None:
                 self._trace.close()
             self._executor.shutdown()

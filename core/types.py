@@ -212,6 +212,11 @@ class SamplingParams:
         return evolve(self, seed=(self.seed + choice) % (MAX_SEED + 1))
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether a penalty is set, so that which token comes next depends on how often it came before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken: by temperature (0 or nearly 0), or by top_k = 1."""
         return self.temperature < GREEDY_BELOW_TEMPERATURE or self.top_k == 1
@@ -276,9 +281,25 @@ class PrefillChunk:
     """Whether to sample the next token after the chunk; False unless the chunk completes the prefill."""
 
 
+@frozen
+class DraftSlice:
+    """Tokens of a decoding sequence to compute in one step: the token sampled last, and drafts that may follow it.
+
+    The sequence samples after each of them. Its drafts are accepted up to the first that differs from the token sampled
+    in its place.
+    """
+
+    sequence: int
+    start: int
+    """Position of the token sampled last."""
+    tokens: tuple[int, ...]
+    """The token sampled last, then one draft or more."""
+
+
 @frozen(kw_only=True)
 class Step:
-    """One batch for the runner, decodes followed by prefill chunks, as the difference to the previous steps.
+    """One batch for the runner, decodes followed by prefill chunks and by draft slices, as the difference to the
+    previous steps.
 
     The engine sends it to every worker as msgpack (core/executors/wire.py). A worker keeps the tokens and block table
     of each sequence between steps and applies the steps in order: `new`, `blocks` and `finished` say what changed.
@@ -292,13 +313,19 @@ class Step:
     chunks: tuple[PrefillChunk, ...]
     """Chunks of prompts, and of output to recompute after a preemption."""
     iterations: int = 1
-    """Above 1 (a multi-step step, which has no chunks): repeat, feeding back each sampled token, without the
-    scheduler."""
+    """Above 1 (a multi-step step, which has neither chunks nor drafts): repeat, feeding back each sampled token,
+    without the scheduler."""
+    drafts: tuple[DraftSlice, ...] = ()
+    """Sequences that decode with drafts; they are not in `decodes`."""
+    positions: tuple[tuple[int, int], ...] = ()
+    """(sequence, position of its next token), for sequences that had drafts in an earlier step and may decode without
+    in this one or a later one: a runner does not follow how many drafts were accepted. A draft slice says its own."""
     new: tuple[NewSequence, ...] = ()
     blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(block table, KV blocks to append to it), for all iterations. A table is numbered sequence * kinds + kind, where
     `kinds` counts CacheInfo.kinds: with one kind as its sequence. Each index of the table takes BlockKind.groups
-    blocks. -n in front skips n indices, which are behind the window of a cached prefix."""
+    blocks. -n in front: they are those from index n on, since the n indices before are behind the window of a cached
+    prefix, or since the blocks after them, which held rejected drafts, were freed."""
     finished: tuple[int, ...] = ()
     """Sequences to forget before anything else is done; their blocks may belong to other sequences in this step."""
     grammars: tuple[Grammar, ...] = ()
@@ -316,6 +343,10 @@ class StepResult:
     sample."""
     logprobs: tuple[tuple[TokenLogprobs | None, ...], ...] = ()
     """Of the same shape, None for a sequence that did not ask; empty if no sequence asked."""
+    verified: tuple[tuple[int, ...], ...] = ()
+    """For each of Step.drafts, the drafts accepted and the token sampled after them, which may be NO_TOKEN."""
+    verified_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    """For each of Step.drafts one entry per token, none for a sequence that did not ask; empty if no sequence asked."""
     prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
     """(sequence, one entry per prompt position computed in this step), for sequences that asked; the entry of a
     position is about the prompt token after that position."""
@@ -473,6 +504,18 @@ class CacheStats:
 
 
 @frozen(kw_only=True)
+class SpeculationStats:
+    """What became of the drafts of a speculator, since the start of one engine."""
+
+    proposed: tuple[int, ...]
+    """Drafts that steps have verified, by position: first those right after a known token."""
+    accepted: tuple[int, ...]
+    """Those of them that were accepted, which all before them were as well. Each saved one token of a decode."""
+    faults: int = 0
+    """Calls in which the speculator failed or gave an invalid answer; its requests then had no drafts."""
+
+
+@frozen(kw_only=True)
 class EngineStats:
     """Counters since the start of one engine, and current gauges."""
 
@@ -504,6 +547,8 @@ class EngineStats:
     """CUDA graphs captured by steps: each delays all requests of its step."""
     cache: CacheStats | None = None
     """What `cache.metrics` measures; None: it is off."""
+    speculation: SpeculationStats | None = None
+    """None: there is no speculator."""
     kv_events: tuple[int, int] | None = None
     """Batches of events of the KV cache, and how many of them were dropped; None: none are published."""
     graph_replays: tuple[tuple[str, int, int, int], ...] = ()

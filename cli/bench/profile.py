@@ -21,7 +21,7 @@ from engine.core.errors import ConfigError, ExecutorError
 
 if TYPE_CHECKING:
     from engine.core.engine import Engine
-    from engine.core.types import Output
+    from engine.core.types import Output, Request
 
 MARK = "engine step"
 """Name of the annotation around each step, which relates the profiler's clock to ours."""
@@ -148,14 +148,24 @@ def check(engine: Engine) -> None:
 
 def profile_decode(engine: Engine, batch: int, inputs: int, steps: int) -> Profile:
     """Profile at least `steps` decode steps of `batch` sequences. Raises ExecutorError if the profiler saw nothing."""
+    load = Load(name="", lengths=((inputs, decoded(engine, batch, inputs, steps)),) * batch)
+    requests = list(load.requests(engine.vocab_size, f"profile {batch}-"))
+    return profile_requests(engine, f"decode, batch {batch}", requests, steps)
+
+
+def decoded(engine: Engine, batch: int, inputs: int, steps: int) -> int:
+    """Output tokens of `batch` requests with prompts of `inputs` tokens, which decode while `steps` are profiled."""
     budget = engine.config.scheduler.max_batch_tokens
     chunks = -(-batch * inputs // max(budget - batch, 1))  # steps in which the first sequences already decode
-    max_tokens = 1 + chunks + 2 * (steps + SETTLE) + SLACK
-    load = Load(name="", lengths=((inputs, max_tokens),) * batch)
-    names = []
-    for request in load.requests(engine.vocab_size, f"profile {batch}-"):
+    return 1 + chunks + 2 * (steps + SETTLE) + SLACK
+
+
+def profile_requests(engine: Engine, title: str, requests: Sequence[Request], steps: int) -> Profile:
+    """Profile at least `steps` decode steps of requests, and abort them. Raises ExecutorError if the profiler saw
+    nothing."""
+    batch, names = len(requests), [request.id for request in requests]
+    for request in requests:
         engine.add(request)
-        names.append(request.id)
 
     made = dict.fromkeys(names, 0)
     while min(made.values()) < SETTLE:
@@ -176,8 +186,8 @@ def profile_decode(engine: Engine, batch: int, inputs: int, steps: int) -> Profi
         engine.abort(name)
     while engine.has_work:
         engine.step()
-    say(f"profiled batch {batch}")
-    return Profile(title=f"decode, batch {batch}", steps=tokens / batch, wall=wall, host=host, ran=ran)
+    say(f"profiled {title}")
+    return Profile(title=title, steps=tokens / batch, wall=wall, host=host, ran=ran)
 
 
 def profile_prefill(engine: Engine, count: int, length: int) -> Profile:

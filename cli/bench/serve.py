@@ -23,8 +23,8 @@ from engine.cli.bench.report import Json, Plot, report, write
 from engine.cli.bench.roofline import Roofline, configured_roofline
 from engine.cli.bench.server_process import Server, cpu_seconds, first_api_key, running
 from engine.cli.opening import located
-from engine.cli.options import DEMO_MODEL, configured
-from engine.core.config import DEFAULT, Resolved
+from engine.cli.options import configured, given_settings, refuse_settings
+from engine.core.config import DEFAULT, Resolved, describe, flatten
 from engine.core.errors import ConfigError, ExecutorError
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def serve(
 ) -> None:
     """Latency and throughput of streaming completions over HTTP, from a server started for it or one at --url."""
     if url:
-        check_remote(resolved)
+        refuse_settings(resolved, but=("model.path",))
     elif server_pid:
         raise ConfigError("--server-pid needs --url; the process of a server started here is known")
     if concurrency is not None and rate is not None:
@@ -243,7 +243,7 @@ def serve(
         "slo_ttft_ms": slo_ttft,
         "slo_tpot_ms": slo_tpot,
         "seed": seed,
-        "given": {key: str(value) for key, value in _given(resolved).items()},
+        "given": _given(resolved),
         "ceilings": roofline.ceilings.source if roofline is not None else None,
     }
     if output is not None:
@@ -300,22 +300,11 @@ def served_config(resolved: Resolved) -> EngineConfig:
     return attrs.evolve(config, server=attrs.evolve(config.server, port=0))
 
 
-def _given(resolved: Resolved) -> dict[str, object]:
-    from engine.core.config import flatten
-
-    ours = (DEFAULT, DEMO_MODEL)
-    return {
-        key: value
-        for key, value in flatten(resolved.config).items()
-        if resolved.origins[key] not in ours and key != "server.api_key"
-    }
-
-
-def check_remote(resolved: Resolved) -> None:
-    """Raise ConfigError for settings that cannot reach a server that is already running."""
-    wrong = sorted(key for key in _given(resolved) if key != "model.path")
-    if wrong:
-        raise ConfigError(f"--url measures a server that is already configured; leave out {', '.join(wrong)}")
+def _given(resolved: Resolved) -> dict[str, str]:
+    """Setting -> value, of those that the figures depend on; without secrets."""
+    secret = {setting.key for setting in describe() if setting.secret}
+    values = flatten(resolved.config)
+    return {key: str(values[key]) for key in given_settings(resolved) if key not in secret}
 
 
 def vocab_size(config: EngineConfig) -> int:

@@ -12,7 +12,7 @@ import typer
 from engine.cli.bench.load import say
 from engine.cli.bench.report import Json, Row, report, write
 from engine.cli.opening import located
-from engine.cli.options import configured
+from engine.cli.options import configured, refuse_settings
 from engine.cli.profile.scrape import Interval, scrape
 from engine.cli.profile.shares import WHAT, PhaseShare, counts, of_request, of_step, three_shares
 from engine.cli.profile.target import Pid, Url, is_local, processes_of
@@ -44,11 +44,11 @@ def phases(
     resolved: Resolved,
 ) -> None:
     """The time of each phase of a step and of a request, of a running server or of one started for it."""
-    from engine.cli.bench.serve import LoadLevel, apply_load, check_remote, processes_for, served_config, vocab_size
+    from engine.cli.bench.serve import LoadLevel, apply_load, processes_for, served_config, vocab_size
     from engine.cli.bench.server_process import Server, first_api_key, running
 
     if url:
-        check_remote(resolved)
+        refuse_settings(resolved, but=("model.path",))
         key = first_api_key(resolved.config)
         server = Server.at(url, key, None)
         processes = processes_of(url, pid) if pid or is_local(url) else []

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from attrs import frozen
 
-from engine.cli.profile.scrape import Interval
+from engine.cli.profile.scrape import Interval, Scrape
 
 STEP = ("receive", "schedule", "submit", "wait", "commit", "send")
 """Phases of the engine process, in the order in which they follow each other; none overlaps another."""
@@ -80,7 +80,7 @@ def of_step(interval: Interval) -> list[PhaseShare]:
     idle = max(0.0, whole - sum(seconds.get(phase, 0.0) for phase in STEP))
     found = [PhaseShare("engine", name, seconds[name], seconds[name] / whole) for name in STEP if name in seconds]
     found.append(PhaseShare("engine", IDLE, idle, idle / whole))
-    runner = "worker" if _has_workers(seconds) else "engine, in submit"
+    runner = "worker" if _has_workers(interval) else "engine, in submit"
     return found + [PhaseShare(runner, name, seconds[name], None) for name in RUNNER if name in seconds]
 
 
@@ -108,7 +108,7 @@ def three_shares(interval: Interval) -> Shares | None:
         return None
     seconds = dict.fromkeys((*STEP, *RUNNER), 0.0) | interval.by("engine_phase_seconds_total", "phase")
     runner = sum(seconds[name] for name in RUNNER)
-    if _has_workers(seconds):
+    if _has_workers(interval):
         device = max(0.0, seconds["wait"] - seconds["prepare"])
         submit = seconds["submit"] + seconds["wait"] - device
     else:
@@ -121,6 +121,11 @@ def three_shares(interval: Interval) -> Shares | None:
     )
 
 
-def _has_workers(seconds: Mapping[str, float]) -> bool:
-    """Whether the runner's phases are not part of submit."""
+def _has_workers(interval: Interval) -> bool:
+    """Whether the runner's phases are not part of submit.
+
+    By all seconds since the start: a step that begins before an interval and ends in it counts for some of its phases.
+    """
+    since_start = Interval(Scrape(0.0, {}, {}), interval.after)
+    seconds = since_start.by("engine_phase_seconds_total", "phase")
     return sum(seconds.get(name, 0.0) for name in RUNNER) > 1.05 * seconds.get("submit", 0.0)

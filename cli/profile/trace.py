@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.cli.errors import ServerError
-from engine.cli.options import ADMIN_KEY_VARIABLE, DEMO_MODEL, KEY_VARIABLE, OFFLINE, configured
+from engine.cli.options import ADMIN_KEY_VARIABLE, OFFLINE, configured, refuse_settings
 from engine.core.config import Resolved
-from engine.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine.core.timeline import Report
@@ -43,7 +42,7 @@ def trace(
     """Record some steps of all processes into one trace for Perfetto or chrome://tracing."""
     activities = ["cuda"] if kernels_only else ["cpu", "cuda"]
     if url:
-        _check_remote(resolved)
+        refuse_settings(resolved)
         asked = {"steps": steps, "after": after, "activities": activities, "nvtx": nvtx, "replica": replica}
         key = admin_api_key or os.environ.get(ADMIN_KEY_VARIABLE, "").partition(",")[0].strip()
         _post(url, key, "/start_profile", asked)
@@ -83,13 +82,6 @@ def _plain(report: Report) -> dict[str, Any]:
 
     made: dict[str, Any] = msgspec.to_builtins(report)
     return made
-
-
-def _check_remote(resolved: Resolved) -> None:
-    """Raise ConfigError for a setting of the engine, which runs already."""
-    for key, origin in resolved.origins.items():
-        if origin not in ("default", DEMO_MODEL, KEY_VARIABLE, ADMIN_KEY_VARIABLE):
-            raise ConfigError(f"{key} (by {origin}) is a setting of the server, which runs already; leave it out")
 
 
 def _post(url: str, key: str, path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -144,7 +144,15 @@ class StepMeter:
             for place, window in enumerate(self._cost.windows):
                 pairs[place] += visible_pairs(chunk.start, chunk.count, window)
                 keys[place] += visible_keys(chunk.start, chunk.count, window)
-        kind: StepKind = "decode" if not chunks else "mixed" if decodes else "prefill"
+        for part in step.drafts:
+            count = len(part.tokens)
+            tokens += count
+            sampled += count
+            sequences += 1
+            for place, window in enumerate(self._cost.windows):
+                pairs[place] += visible_pairs(part.start, count, window)
+                keys[place] += visible_keys(part.start, count, window)
+        kind: StepKind = "decode" if not chunks else "mixed" if decodes or step.drafts else "prefill"
         self._in_flight.append(
             (kind, self._clock(), self._cost.work(tokens, sampled, sequences, pairs, keys, iterations))
         )

@@ -113,7 +113,6 @@ class Sampler:
                 )
         if params.seed is None and not params.greedy:
             raise ExecutorError(f"sequence {new.sequence} draws its tokens but has no seed; the engine sets one")
-        penalized = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         ending = self._ending_tokens(params)
         if params.grammar is not None:
             self._grammar_masks.add(new, ending)  # which also bans the ending tokens, where others may come
@@ -124,7 +123,7 @@ class Sampler:
             table_row=table_row,
             bias=TokenBias.of(params, self._device),
             banned_tokens=banned,
-            slot=self._token_counts.add(new) if penalized else None,
+            slot=self._token_counts.add(new) if params.has_penalties else None,
         )
         num_outputs = len(new.tokens) - new.prompt_len
         self._sequences[new.sequence] = state

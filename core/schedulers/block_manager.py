@@ -222,9 +222,10 @@ class BlockManager:
         for block in blocks:
             self._dereference(block)
 
-    def extend(self, sequence: int, num_tokens: int) -> list[int] | None:
+    def extend(self, sequence: int, num_tokens: int, position: int | None = None) -> list[int] | None:
         """Add blocks to a sequence until they hold `num_tokens`.
 
+        position: of the next token to compute; None: the first that the blocks do not hold.
         Returns the blocks added, if any; None, with nothing changed, if there are not enough.
         """
         blocks = self._tables[sequence].blocks
@@ -236,6 +237,20 @@ class BlockManager:
         if added:
             self.updates.setdefault(sequence, []).extend(added)
         return added
+
+    def shrink(self, sequence: int, num_tokens: int) -> None:
+        """Free the blocks of a sequence that its first `num_tokens` do not need; none of them may be indexed."""
+        blocks, kept = self._tables[sequence].blocks, -(-num_tokens // self.block_size)
+        if kept < len(blocks):
+            for block in reversed(blocks[kept:]):
+                self._dereference(block)
+            del blocks[kept:]
+            self._note_end(sequence, kept)
+
+    def _note_end(self, table: int, end: int) -> None:
+        """Have the runner append the next blocks of a table, whose blocks it knows, from index `end` on."""
+        assert table not in self.updates, "blocks are freed that the runner does not know yet"
+        self.updates[table] = [-end]
 
     def slide(self, sequence: int, position: int) -> bool:
         """Exchange the blocks that a prefilling sequence no longer needs, once it computes `position`, for those of the

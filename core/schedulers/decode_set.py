@@ -4,6 +4,7 @@ or all its output is planned. Planning a step touches only the sequences with an
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 from engine.core.profiling.context_sums import ContextSums
 from engine.core.schedulers.request_state import RequestState
@@ -44,6 +45,10 @@ class DecodeSet:
                 self._numbers = numbers
                 self._states = tuple(self._active.values())
         return self._numbers, self._states
+
+    def active(self) -> Iterable[RequestState]:
+        """The active sequences, in batch order."""
+        return self._active.values()
 
     def add(self, state: RequestState) -> None:
         """Make a sequence active from the next iteration on."""

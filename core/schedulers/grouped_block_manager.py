@@ -173,15 +173,15 @@ class GroupedBlockManager(BlockManager):
         self._sequences[sequence] = SequenceTables(tables, length, begin)
         return list(self.table(sequence))
 
-    def extend(self, sequence: int, num_tokens: int) -> list[int] | None:
+    def extend(self, sequence: int, num_tokens: int, position: int | None = None) -> list[int] | None:
         """Give up the entries behind the windows, and add entries of all kinds until they hold `num_tokens`.
 
-        Returns the blocks added; None, with nothing added, if there are not enough.
+        position: as in BlockManager. Returns the blocks added; None, with nothing added, if there are not enough.
         """
         state = self._sequences[sequence]
         length = -(-num_tokens // self.block_size)
         if self._windows:
-            self._drop(state, state.length * self.block_size)
+            self._drop(state, state.length * self.block_size if position is None else position)
         if (length - state.length) * self.blocks_per_extension > self.num_available:
             return None
         state.length = max(state.length, length)
@@ -189,6 +189,17 @@ class GroupedBlockManager(BlockManager):
         for kind, table in enumerate(state.tables):
             added += self._grow(sequence, kind, table, state.length)
         return added
+
+    def shrink(self, sequence: int, num_tokens: int) -> None:
+        state, kept = self._sequences[sequence], -(-num_tokens // self.block_size)
+        if kept < state.length:
+            state.length = kept
+            for kind, table in enumerate(state.tables):
+                if table.end > kept:
+                    for entry in reversed(table.entries[kept - table.first :]):
+                        self._dereference(entry)
+                    del table.entries[kept - table.first :]
+                    self._note_end(sequence * len(self.kinds) + kind, kept)
 
     def slide(self, sequence: int, position: int) -> bool:
         state = self._sequences[sequence]

@@ -151,6 +151,18 @@ class RequestState:
         return len(self.output)
 
     @property
+    def max_drafts(self) -> int:
+        """The most drafts that the next token may be followed by, if no step in flight samples for the request.
+
+        0 before min_tokens, since the sampler bans the tokens that end the request for whole steps only; with a grammar
+        or penalties, which depend on the tokens before.
+        """
+        params = self.params
+        if params.grammar is not None or self.output_len < params.min_tokens or params.has_penalties:
+            return 0
+        return self.max_output - self.sampled - 1
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt logprobs were requested and have not been returned yet."""
         return self.params.prompt_logprobs is not None and not self.output_len
@@ -175,6 +187,18 @@ class RequestState:
         last = self._computed == self.prefill_len
         self._sampled += last
         return last
+
+    def plan_drafts(self) -> None:
+        """Count the step just planned, which verifies drafts of the request: one token is certain to come of it."""
+        self._last_step = self._counter.steps_planned
+        self._computed += 1
+        self._sampled += 1
+
+    def accept_drafts(self, count: int) -> None:
+        """Count the drafts accepted in a step that was counted by `plan_drafts`."""
+        self._sampled += count
+        if self.sequence:
+            self._computed += count
 
     def start_decoding(self) -> None:
         """Take part in every step from now on."""

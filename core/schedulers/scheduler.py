@@ -17,6 +17,8 @@ Invariants:
 - A decoding sequence has room in its blocks for the next token before each step that includes it. The iteration at
   which its blocks are full is known in advance, as its next event. So planning looks only at sequences with an event,
   prefilling ones and waiting ones, not at every decoding sequence.
+- Drafts are planned when no step is in flight. A request with drafts leaves the decoding sequences for the step that
+  verifies them (`Drafting`); blocks of rejected drafts are freed, and no block with an unverified token is shared.
 - Committing a result only appends tokens, until a token stops the request or fills a block (`next_check_len`).
 """
 
@@ -37,18 +39,21 @@ from engine.core.profiling.live import StepMeter
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.cache_metrics import CacheMetrics
 from engine.core.schedulers.checked_policy import CheckedPolicy
+from engine.core.schedulers.drafting import Drafting
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.queues import Queues
 from engine.core.schedulers.request_state import RequestState, max_output
 from engine.core.schedulers.step_counter import StepCounter
 from engine.core.schedulers.step_plan import StepPlan
 from engine.core.schedulers.step_planner import StepPlanner
+from engine.core.speculators.checked_speculator import CheckedSpeculator
 from engine.core.types import (
     FINISH_ABORT,
     FINISH_ERROR,
     MAX_SEED,
     NO_TOKEN,
     CacheStats,
+    DraftSlice,
     EngineStats,
     Output,
     PrefillChunk,
@@ -65,6 +70,7 @@ class _InFlight(NamedTuple):
     step: Step
     decodes: tuple[RequestState, ...]
     chunks: tuple[RequestState, ...]
+    drafts: tuple[RequestState, ...]
 
 
 class Scheduler:
@@ -72,7 +78,7 @@ class Scheduler:
 
     max_batch_tokens: maximum tokens per step (per iteration of a multi-step step). max_running: maximum sequences per
     step. max_len: maximum context, prompt and output together. eos_tokens: the model's end-of-sequence tokens. meter:
-    counts what each planned step computes; None: nothing does.
+    counts what each planned step computes; None: nothing does. speculator: proposes drafts; None: nothing does.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class Scheduler:
         eos_tokens: frozenset[int],
         cache_metrics: CacheMetrics | None = None,
         meter: StepMeter | None = None,
+        speculator: CheckedSpeculator | None = None,
     ) -> None:
         """cache_metrics: those that observe `blocks`; None: the cache is not measured."""
         self._counter = StepCounter()
@@ -99,6 +106,7 @@ class Scheduler:
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
         )
+        self._drafting = None if speculator is None else Drafting(speculator, self._queues)
         self._blocks = blocks
         self._cache_metrics = self._planner.cache_metrics = cache_metrics
         self._max_running = max_running
@@ -111,6 +119,11 @@ class Scheduler:
         self._generation_tokens = 0
         self._step_tokens = Histogram(STEP_TOKENS_BOUNDS)
         self._request_preemptions = Histogram(PREEMPTIONS_BOUNDS)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether steps may have drafts."""
+        return self._drafting is not None
 
     @property
     def has_work(self) -> bool:
@@ -140,6 +153,7 @@ class Scheduler:
             cache=self._cache_stats(self._cache_metrics) if self._cache_metrics is not None else None,
             step_tokens=self._step_tokens.snapshot(),
             request_preemptions=self._request_preemptions.snapshot(),
+            speculation=self._drafting.stats() if self._drafting is not None else None,
         )
 
     def add(self, request: Request) -> None:
@@ -190,8 +204,32 @@ class Scheduler:
         """Plan the next step; None if there is no work, or none before the result of a step in flight is committed."""
         if not self._queues.requests:
             return None
+        if self._drafting is not None:
+            return self._schedule_with_drafts(self._drafting, now)
         plan = self._planner.plan(now, idle=not self._in_flight)
         return None if plan.empty else self._build_step(plan)
+
+    def _schedule_with_drafts(self, drafting: Drafting, now: float) -> Step | None:
+        """`schedule`, with a speculator."""
+        drafting.resume()
+        idle = not self._in_flight
+        plan = self._planner.plan(now, idle=idle)
+        if plan.empty:
+            return None
+        if idle:
+            try:
+                drafting.propose(plan)
+            except BaseException:  # of Ctrl-C while the speculator runs
+                plan.discard()
+                raise
+        return self._build_step(plan)
+
+    def needs_result(self) -> bool:
+        """Whether the result of the step in flight should be committed before the next step is planned: the step has
+        drafts, whose requests can go on only then, or the next one may have drafts, which follow the newest tokens."""
+        if self._drafting is None or not self._in_flight:
+            return False
+        return bool(self._in_flight[-1].drafts) or self._drafting.has_proposal()
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
         """Append the tokens a step sampled, and return what is new for each request. Steps are committed in order.
@@ -202,7 +240,10 @@ class Scheduler:
         outputs: list[Output] = []
         columns = zip(zip(*result.tokens, strict=True), _logprob_columns(result), strict=False)
         checked, iterations = 0, step.iterations
-        self._step_tokens.observe(len(step.decodes) + sum(chunk.count for chunk in step.chunks), iterations)
+        tokens_computed = len(step.decodes) + sum(chunk.count for chunk in step.chunks)
+        if step.drafts:
+            tokens_computed += sum(len(each.tokens) for each in step.drafts)
+        self._step_tokens.observe(tokens_computed, iterations)
         # This loop runs for every token: whatever can be done elsewhere is done elsewhere.
         for state, (tokens, logprobs) in zip(planned.decodes, columns, strict=False):
             known = state.output
@@ -217,13 +258,15 @@ class Scheduler:
         self._generation_tokens += (len(outputs) - checked) * iterations
         if step.chunks:
             self._commit_chunks(planned, columns, dict(result.prompt_logprobs), now, outputs)
+        if step.drafts:
+            self._commit_drafts(planned, result, now, outputs)
         return outputs
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is violated; for tests and for an idle engine."""
         self._queues.check()
         assert len(self._queues.running) <= self._max_running, "more than max_running requests run"
-        in_flight = {state for planned in self._in_flight for state in (*planned.decodes, *planned.chunks)}
+        in_flight = {state for planned in self._in_flight for part in planned[1:] for state in part}
         for state in self._queues.requests.values():
             assert state.in_flight == (state in in_flight), "a request is wrong about being in flight"
 
@@ -243,11 +286,17 @@ class Scheduler:
     def _build_step(self, plan: StepPlan) -> Step:
         """Commit the plan and build the Step."""
         queues, counter = self._queues, self._counter
-        iterations = self._planner.iterations()
+        drafted: tuple[RequestState, ...] = ()
+        slices: tuple[DraftSlice, ...] = ()
+        if self._drafting is not None:
+            drafted, slices = self._drafting.take_slices()
+        iterations = 1 if slices else self._planner.iterations()
         numbers, decodes = queues.decoding.members()
         if self._meter is not None:
             self._meter.count_decodes(counter.iterations, iterations)
         counter.steps_planned += 1
+        for state in drafted:
+            state.plan_drafts()
         queues.decoding.advance(iterations)
         chunks = []
         for state, chunk in plan.chunks.items():
@@ -271,9 +320,11 @@ class Scheduler:
             blocks=blocks,
             finished=finished,
         )
+        if self._drafting is not None:
+            step = attrs.evolve(step, drafts=slices, positions=self._drafting.take_positions())
         if self._meter is not None:
             self._meter.submit(step)
-        self._in_flight.append(_InFlight(step, decodes, tuple(plan.chunks)))
+        self._in_flight.append(_InFlight(step, decodes, tuple(plan.chunks), drafted))
         return step
 
     def _pop_in_flight(self, step: Step, result: StepResult) -> _InFlight:
@@ -289,6 +340,8 @@ class Scheduler:
                     f"the result of step {step.id} does not hold {step.iterations} rows of {columns} tokens; "
                     "the executor is at fault"
                 )
+        if step.drafts or result.verified:
+            _check_verified(step, result)
         self._counter.steps_committed = step.id
         return self._in_flight.popleft()
 
@@ -317,6 +370,20 @@ class Scheduler:
             if tokens:
                 outputs.append(self._append(state, tokens, logprobs, now))
 
+    def _commit_drafts(self, planned: _InFlight, result: StepResult, now: float, outputs: list[Output]) -> None:
+        """Commit a step's draft slices, and append to `outputs`."""
+        assert self._drafting is not None, "drafts were planned without a speculator"
+        logprobs = result.verified_logprobs or repeat(())
+        for state, part, tokens, entries in zip(
+            planned.drafts, planned.step.drafts, result.verified, logprobs, strict=False
+        ):
+            if state.finished:
+                continue
+            self._drafting.verified(state, len(part.tokens) - 1, len(tokens) - 1)
+            outputs.append(self._append(state, tokens, entries, now))
+            if not state.finished:
+                self._drafting.give_back(state)
+
     def _append(
         self, state: RequestState, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float
     ) -> Output:
@@ -335,6 +402,21 @@ class Scheduler:
         """Remove a request that has finished, and free its blocks."""
         self._request_preemptions.observe(state.preemptions)
         self._queues.retire(state)
+        if self._drafting is not None:
+            self._drafting.forget(state)
+
+
+def _check_verified(step: Step, result: StepResult) -> None:
+    """Raise ExecutorError unless a result has the tokens of each draft slice: drafts of the slice, then one more."""
+    fits = len(result.verified) == len(step.drafts) and all(
+        tokens and tokens[:-1] == part.tokens[1 : len(tokens)]
+        for part, tokens in zip(step.drafts, result.verified, strict=True)
+    )
+    if not fits or (result.verified_logprobs and len(result.verified_logprobs) != len(step.drafts)):
+        raise ExecutorError(
+            f"the result of step {step.id} does not hold the drafts accepted in each of {len(step.drafts)} slices, and "
+            "one token after them; the executor is at fault"
+        )
 
 
 def _logprob_columns(result: StepResult) -> Iterator[tuple[TokenLogprobs, ...]]:

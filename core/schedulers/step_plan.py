@@ -57,6 +57,11 @@ class StepPlan:
         return not (self._decoding or self.chunks)
 
     @property
+    def draft_tokens_left(self) -> int:
+        """Tokens of the budget left for drafts, once decodes and chunks are planned."""
+        return min(self._budget - self.chunk_tokens, self.max_decodes) - len(self._decoding)
+
+    @property
     def prefill_tokens_left(self) -> int:
         """Tokens of the budget left for prefill chunks."""
         return min(self._prefill, self._budget - len(self._decoding)) - self.chunk_tokens

@@ -20,7 +20,7 @@ class PageLists:
     last_lengths: Ints
     """[sequences]: tokens in the last block, 1 to block_size."""
     context_lengths: Ints
-    """[sequences]: tokens in all blocks."""
+    """[sequences]: tokens in the blocks that are listed."""
     pages: Ints
     """Block numbers of all sequences, concatenated."""
 
@@ -30,15 +30,17 @@ def page_lists(
 ) -> PageLists:
     """Build the lists from new tokens [sequences], context lengths [sequences] and tables [sequences, max_blocks].
 
-    The kernels load some blocks behind a sliding window and give them a weight of 0, which does not cancel a NaN, and
-    such a block may be another sequence's. In their place goes the sequence's first block that the window reaches.
+    Blocks wholly behind the sliding window are not in the lists, nor in the lengths: the kernels would load some of
+    them and give them a weight of 0, which does not cancel a NaN, and such a block may be another sequence's. Windows
+    count back from each query and queries are a sequence's last tokens, so a shorter context changes nothing else.
     """
     counts = -(-context_lengths // block_size)
+    columns = np.arange(tables.shape[1])
+    used = columns < counts[:, None]
     if window is not None:
-        first = (np.maximum(context_lengths - query_lengths + 1 - window, 0) // block_size)[:, None]
-        hidden = np.arange(tables.shape[1]) < first
-        tables = np.where(hidden, np.take_along_axis(tables, first, axis=1), tables)
-    used = np.arange(tables.shape[1]) < counts[:, None]
+        hidden = np.maximum(context_lengths - query_lengths + 1 - window, 0) // block_size
+        used &= columns >= hidden[:, None]
+        counts, context_lengths = counts - hidden, context_lengths - hidden * block_size
     return PageLists(
         query_starts=_starts(query_lengths),
         page_starts=_starts(counts),

@@ -8,7 +8,16 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from engine.cli.options import DEMO_MODEL, OFFLINE, SECTIONS, configured, purpose, sampled
+from engine.cli.options import (
+    DEMO_MODEL,
+    OFFLINE,
+    SECTIONS,
+    configured,
+    given_settings,
+    purpose,
+    refuse_settings,
+    sampled,
+)
 from engine.core.config.load import Resolved, describe, flatten
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.types import SamplingParams
@@ -281,3 +290,14 @@ def test_an_options_decorator_keeps_the_commands_own_parameters() -> None:
     result = CliRunner().invoke(app, ["hello", "--count", "2", "--seed", "3", "--set", "server.max_n=9"])
     assert json.loads(result.stdout) == ["hello", 2, {"seed": 3}, 9]
     assert "Say it." in CliRunner().invoke(app, ["--help"]).stdout
+
+
+def test_settings_from_variables_are_not_refused_where_a_server_runs_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_ADMIN_API_KEY", "secret")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
+    refuse_settings(resolve())
+    found = resolve("--threads", "1")
+    assert given_settings(found) == {"executor.threads": "--threads"}
+    with pytest.raises(ConfigError, match=r"executor\.threads \(by --threads\) is a setting of the server"):
+        refuse_settings(found)
+    refuse_settings(found, but=("executor.threads",))

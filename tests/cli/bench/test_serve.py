@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import pytest
 
-from engine.cli.bench.serve import LoadLevel, levels_of, processes_for, served_config
+from engine.cli.bench.serve import LoadLevel, _given, levels_of, processes_for, served_config
 from engine.cli.bench.server_process import Server, cpu_seconds
 from engine.core.config.load import load_config
 from engine.core.errors import ConfigError
@@ -69,7 +69,7 @@ def test_cpu_time_is_that_of_the_process_and_its_children() -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (["--url", "http://127.0.0.1:9", "--kernels", "plain"], "leave out executor.kernels"),
+        (["--url", "http://127.0.0.1:9", "--kernels", "plain"], "executor.kernels (by --kernels) is a setting"),
         (["--server-pid", "1"], "--server-pid needs --url"),
         (["--concurrency", "1", "--rate", "2"], "exclude each other"),
         (["--url", "127.0.0.1:9"], "--url '127.0.0.1:9' is not an address"),
@@ -79,6 +79,11 @@ def test_what_excludes_each_other_is_refused(run: Any, options: list[str], error
     done = run("bench", "serve", *options)
     assert done.exit_code == 2
     assert error in done.stderr
+
+
+def test_a_report_names_what_was_given_but_no_secret() -> None:
+    given = {"server.admin_api_key": (["secret"], "--set"), "server.port": (8001, "--set")}
+    assert _given(load_config(overrides=given)) == {"server.port": "8001"}
 
 
 @pytest.mark.e2e

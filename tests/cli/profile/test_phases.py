@@ -58,6 +58,16 @@ def test_phases_of_the_runner_are_a_workers_when_submit_is_shorter() -> None:
     assert rows["launch"].process == "worker"
 
 
+def test_phases_of_the_runner_are_in_submit_though_its_end_is_outside_the_interval() -> None:
+    """A step that had ended its launch, and whose submit had not ended, when the interval did."""
+    short = ENGINE | {"submit": ENGINE["submit"] / 8}
+    before = Scrape.of(metrics(ENGINE, FRONT_END), {}, 100.0)
+    after = {name: ENGINE[name] + value / 8 for name, value in short.items()} | {"launch": ENGINE["launch"] * 1.3}
+    rows = {row.phase: row for row in of_step(Interval(before, Scrape.of(metrics(after, FRONT_END), {}, 101.0)))}
+    assert rows["launch"].seconds > rows["submit"].seconds
+    assert rows["launch"].process == "engine, in submit"
+
+
 def test_shares_of_a_request_are_of_all_processes_without_the_queue() -> None:
     rows = {row.phase: row for row in of_request(interval())}
     assert rows["http"].share == pytest.approx(1 / 11)
@@ -134,7 +144,7 @@ def test_a_running_server_is_watched(run: Any, server: str, tmp_path: Path) -> N
     ("options", "error"),
     [
         (["--pid", "1"], "--pid needs --url"),
-        (["--url", "http://127.0.0.1:9", "--tp", "2"], "leave out executor.tensor_parallel"),
+        (["--url", "http://127.0.0.1:9", "--tp", "2"], "executor.tensor_parallel (by "),
         (["--url", "127.0.0.1:9"], "is not an address of a server"),
     ],
 )

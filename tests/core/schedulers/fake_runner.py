@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from zlib import crc32
 
-from engine.core.types import FULL, BlockKind, Request, SamplingParams, Step, StepResult, TokenLogprobs
+from engine.core.types import (
+    FULL,
+    BlockKind,
+    DraftSlice,
+    Request,
+    SamplingParams,
+    Step,
+    StepResult,
+    TokenLogprobs,
+)
 
 EOS = 0
 VOCABULARY = 12
@@ -33,7 +42,16 @@ def expected_output(request: Request, longest: int) -> tuple[list[int], str]:
 
 def sequences(step: Step) -> list[int]:
     """All sequences in the step."""
-    return [*step.decodes, *(chunk.sequence for chunk in step.chunks)]
+    return [*step.decodes, *(chunk.sequence for chunk in step.chunks), *(part.sequence for part in step.drafts)]
+
+
+def num_tokens(step: Step) -> int:
+    """Tokens that one iteration of the step computes."""
+    return len(step.decodes) + sum(chunk.count for chunk in step.chunks) + sum(len(part.tokens) for part in step.drafts)
+
+
+def _logprobs(rows: Sequence[Sequence[int]]) -> tuple[tuple[TokenLogprobs, ...], ...]:
+    return tuple(tuple(TokenLogprobs(token=token, logprob=0.0, rank=1) for token in row) for row in rows)
 
 
 class FakeRunner:
@@ -58,12 +76,14 @@ class FakeRunner:
         self.cached = 0  # tokens of prefills that other sequences have computed
         self.chunk_tokens = 0  # tokens computed by prefill chunks
         self.decodes: tuple[int, ...] = ()  # of the last step
+        self.adrift: set[int] = set()  # sequences whose drafts were verified, until the step that says where they are
 
     def run(self, step: Step) -> StepResult:
         for sequence in step.finished:
             for state in (self.known, self.params, self.prompt_len, self.tables, self.rows):
                 del state[sequence]
             self.computed.pop(sequence, None)
+            self.adrift.discard(sequence)
         for new in step.new:
             assert new.sequence not in self.numbers, "a sequence number is used again"
             self.numbers.add(new.sequence)
@@ -72,16 +92,24 @@ class FakeRunner:
             self.prompt_len[new.sequence] = new.prompt_len
             self.tables[new.sequence] = [[] for _ in self.kinds]
             self.rows[new.sequence] = next(row for row in range(10**6) if row not in self.rows.values())
-        for number, blocks in step.blocks:
-            assert blocks
+        for number, update in step.blocks:
+            assert update
+            blocks = update
             sequence, kind = divmod(number, len(self.kinds))
             table, groups = self.tables[sequence][kind], self.kinds[kind].groups
-            skipped = -blocks[0] if blocks[0] < 0 else 0
-            assert not (skipped and table), "indices are skipped within a table"
-            table += [-1] * skipped * groups + list(blocks[skipped > 0 :])
+            if blocks[0] < 0:
+                first, blocks = -blocks[0] * groups, blocks[1:]
+                assert not table or self.holds_no_more(sequence, first // groups), "blocks of known tokens are freed"
+                del table[first:]
+                table += [-1] * (first - len(table))
+            table += blocks
             assert len(table) % groups == 0
+        for sequence, position in step.positions:
+            assert sequence in self.adrift
+            assert position == self.computed[sequence]
+            self.adrift.remove(sequence)
         assert len(set(sequences(step))) == len(sequences(step))
-        assert step.iterations == 1 or not step.chunks
+        assert step.iterations == 1 or not (step.chunks or step.drafts)
         assert (step.decodes is self.decodes) == (step.decodes == self.decodes), "same sequences, other tuple"
         self.decodes = step.decodes
 
@@ -90,6 +118,7 @@ class FakeRunner:
         for _ in range(step.iterations):
             for sequence in step.decodes:
                 position = self.computed[sequence]
+                assert sequence not in self.adrift, "a sequence decodes, but it is not known where"
                 assert position == len(self.known[sequence]) - 1 >= self.prompt_len[sequence]
                 self.write(sequence, position, position + 1)
             for chunk in step.chunks:
@@ -97,12 +126,22 @@ class FakeRunner:
                 self.cached += chunk.start - self.computed.get(chunk.sequence, 0)
                 self.chunk_tokens += chunk.count
                 self.write(chunk.sequence, chunk.start, chunk.start + chunk.count)
+            for part in step.drafts:
+                sequence, (last, *drafts) = part.sequence, part.tokens
+                assert part.start == self.computed[sequence] == len(self.known[sequence]) - 1
+                assert last == self.known[sequence][-1]
+                assert drafts
+                self.known[sequence] += drafts
+                self.write(sequence, part.start, part.start + len(part.tokens))
             for chunk in step.chunks:
                 self.read(chunk.sequence, chunk.start)
+            for part in step.drafts:
+                self.read(part.sequence, part.start)
             for sequence in self.computed:
                 self.read(sequence, self.computed[sequence] - (sequence in step.decodes))
             rows.append([self.sample(sequence) for sequence in step.decodes])
             rows[-1] += [self.sample(chunk.sequence) for chunk in step.chunks if chunk.sample]
+        verified = [self.verify(part) for part in step.drafts]
         for chunk in step.chunks:
             sequence = chunk.sequence
             if self.params[sequence].prompt_logprobs is not None and chunk.start < self.prompt_len[sequence] - 1:
@@ -112,9 +151,26 @@ class FakeRunner:
         return StepResult(
             step=step.id,
             tokens=tuple(tuple(row) for row in rows),
-            logprobs=tuple(tuple(TokenLogprobs(token=token, logprob=0.0, rank=1) for token in row) for row in rows),
+            logprobs=_logprobs(rows),
+            verified=tuple(verified),
+            verified_logprobs=_logprobs(verified),
             prompt_logprobs=tuple(scores),
         )
+
+    def verify(self, part: DraftSlice) -> tuple[int, ...]:
+        """Sample after each token of a slice whose drafts are written, up to the first that is not the next draft."""
+        sequence, drafts = part.sequence, part.tokens[1:]
+        known = self.known[sequence] = self.known[sequence][: part.start + 1]
+        for draft in (*drafts, None):
+            self.computed[sequence] = len(known)
+            if self.sample(sequence) != draft:
+                break
+        self.adrift.add(sequence)
+        return tuple(known[part.start + 1 :])
+
+    def holds_no_more(self, sequence: int, blocks: int) -> bool:
+        """Whether the known tokens of a sequence fill at most this many blocks."""
+        return len(self.known[sequence]) <= blocks * self.block_size
 
     def sample(self, sequence: int) -> int:
         """Sample the token that follows the computed ones."""

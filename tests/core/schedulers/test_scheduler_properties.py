@@ -20,13 +20,15 @@ from engine.core.schedulers.admission import Admission
 from engine.core.schedulers.grouped_block_manager import GroupedBlockManager, make_block_manager
 from engine.core.schedulers.policy import RequestView, SchedulingPolicy, Split
 from engine.core.schedulers.scheduler import Scheduler
+from engine.core.speculators import CheckedSpeculator, Speculator
 from engine.core.types import FULL, BlockKind, Output, Request, SamplingParams, Step, StepResult
 from engine.plugins.schedulers.fcfs import FirstComeFirstServed
 from engine.plugins.schedulers.multi_step import MultiStep, MultiStepOptions
 from engine.plugins.schedulers.priority import Priority
 
-from .fake_runner import EOS, VOCABULARY, FakeRunner, expected_output, sequences
+from .fake_runner import EOS, VOCABULARY, FakeRunner, expected_output, num_tokens, sequences
 from .scheduling import cache_info
+from .speculators import Adversarial, Failing, Perfect, Random, checked
 
 BLOCK_SIZE = 2
 
@@ -96,6 +98,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def make_policy(self, seed: int) -> SchedulingPolicy:
         return self.policy(seed)
 
+    def make_speculator(self, seed: int) -> CheckedSpeculator | None:
+        return None
+
     @initialize(
         layout=st.sampled_from(["full", *LAYOUTS]),
         num_blocks=st.integers(3, 12),
@@ -117,7 +122,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         steps_ahead: int,
         seed: int,
     ) -> None:
+        speculator = self.make_speculator(seed)
         kinds, states = LAYOUTS[layout]
+        if speculator is not None and states:  # a state cannot go back to a token before
+            kinds, states = LAYOUTS["full"]
+        self.live: dict[str, Request] = {}
         num_blocks *= sum(kind.groups for kind in kinds)
         cache = cache_info(num_blocks=num_blocks, block_size=BLOCK_SIZE, kinds=kinds, states=states)
         self.blocks = make_block_manager(cache, max_chunk=max_batch_tokens, prefix_caching=prefix_caching)
@@ -128,6 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_running=max_running,
             max_len=max_len,
             eos_tokens=frozenset({EOS}),
+            speculator=speculator,
         )
         self.check_remembered(self.scheduler._planner._admission)
         self.max_batch_tokens = max_batch_tokens
@@ -145,7 +155,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         self.blocks._take = note_taken  # type: ignore[method-assign]
         self.in_flight: deque[tuple[Step, StepResult]] = deque()
-        self.live: dict[str, Request] = {}
         self.outputs: dict[str, list[Output]] = {}
         self.admitted: list[int] = []  # requests in the order of their first admission
         self.now = 0.0
@@ -258,9 +267,18 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def turn(self) -> None:
         """What Engine.step does."""
+        if self.in_flight and self.needs_result():
+            self.commit()
         planned = self.schedule()
         if self.in_flight and not (planned and len(self.in_flight) <= self.steps_ahead):
             self.commit()
+
+    def needs_result(self) -> bool:
+        while True:
+            try:
+                return self.scheduler.needs_result()
+            except KeyboardInterrupt:
+                self.scheduler.check()
 
     def schedule(self) -> bool:
         self.now += 1
@@ -274,7 +292,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.in_flight or not self.live, "no step was planned though no result is awaited"
             return False
         assert sequences(step)
-        assert len(step.decodes) + sum(chunk.count for chunk in step.chunks) <= self.max_batch_tokens
+        assert num_tokens(step) <= self.max_batch_tokens
         assert len(sequences(step)) <= self.max_running
         if step.iterations == 1:  # nothing that a block held before can pass for its new content
             for block in self.taken:
@@ -360,6 +378,34 @@ class FaultyMachine(SchedulerMachine):
     policy = Faulty
 
 
+class PerfectDraftsMachine(SchedulerMachine):
+    policy = FirstComeFirstServed
+    speculator: type[Speculator] = Perfect
+
+    def make_speculator(self, seed: int) -> CheckedSpeculator | None:
+        return checked(self.speculator, max_drafts=1 + seed % 8)
+
+
+class RandomDraftsMachine(PerfectDraftsMachine):
+    policy = Priority
+    speculator = Random
+
+
+class AdversarialDraftsMachine(PerfectDraftsMachine):
+    policy = Hostile
+    speculator = Adversarial
+
+
+class FailingDraftsMachine(PerfectDraftsMachine):
+    policy = Faulty
+    speculator = Failing
+
+
+class MultiStepDraftsMachine(MultiStepMachine):
+    def make_speculator(self, seed: int) -> CheckedSpeculator | None:
+        return checked(Random, max_drafts=3)
+
+
 TestFcfs = FcfsMachine.TestCase
 TestFcfs.settings = LIMITS
 TestPriority = PriorityMachine.TestCase
@@ -370,3 +416,13 @@ TestHostile = HostileMachine.TestCase
 TestHostile.settings = LIMITS
 TestFaulty = FaultyMachine.TestCase
 TestFaulty.settings = LIMITS
+TestPerfectDrafts = PerfectDraftsMachine.TestCase
+TestPerfectDrafts.settings = LIMITS
+TestRandomDrafts = RandomDraftsMachine.TestCase
+TestRandomDrafts.settings = LIMITS
+TestAdversarialDrafts = AdversarialDraftsMachine.TestCase
+TestAdversarialDrafts.settings = LIMITS
+TestFailingDrafts = FailingDraftsMachine.TestCase
+TestFailingDrafts.settings = LIMITS
+TestMultiStepDrafts = MultiStepDraftsMachine.TestCase
+TestMultiStepDrafts.settings = LIMITS

@@ -85,6 +85,7 @@ def test_flash_attention_3_is_for_hopper_and_full_attention() -> None:
         ({"softcap": 30.0}, (9, 0), "cap scores"),
         ({"block_size": 8}, (9, 0), "KV blocks of 16 or 32 or 64 or 128 tokens, not 8"),
         ({"num_heads": 136}, (9, 0), "at most 16 query heads a KV head, not 17"),
+        ({"kv_dtype": FLOAT8, "sliding_windows": (None, 8)}, (9, 0), "behind a sliding window"),
     ],
 )
 def test_xqa_refusal_says_why(changes: dict[str, Any], capability: tuple[int, int], said: str) -> None:
@@ -183,8 +184,27 @@ def test_page_lists_of_a_batch() -> None:
 def test_page_lists_have_no_block_behind_the_window() -> None:
     tables = np.array([[7, 3, 5, 9], [4, 6, 99, 99]], np.int32)
     lists = page_lists(ints(1, 2), ints(64, 20), tables, 16, window=20)
-    assert lists.pages.tolist() == [5, 5, 5, 9, 4, 6]  # the first query sees positions from 44 on; from 0 on
-    assert lists.context_lengths.tolist() == [64, 20]
+    assert lists.pages.tolist() == [5, 9, 4, 6]  # the first query sees positions from 44 on; from 0 on
+    assert lists.page_starts.tolist() == [0, 2, 4]
+    assert lists.context_lengths.tolist() == [32, 20]
+    assert lists.last_lengths.tolist() == [16, 4]
+    assert {one.dtype for one in attrs.astuple(lists)} == {np.dtype(np.int32)}
+
+
+@pytest.mark.parametrize("window", [1, 4, 16, 17, 1000])
+def test_page_lists_lead_to_each_slot_that_a_window_reaches_and_to_no_block_behind(window: int) -> None:
+    pick, size = np.random.default_rng(window), 16
+    contexts = pick.integers(1, 100, 40).astype(np.int32)
+    queries = np.minimum(contexts, pick.integers(1, 20, 40)).astype(np.int32)
+    tables = pick.permutation(40 * 7).astype(np.int32).reshape(40, 7)
+    lists = page_lists(queries, contexts, tables, size, window)
+    for row, context in enumerate(contexts):
+        listed = lists.pages[lists.page_starts[row] : lists.page_starts[row + 1]]
+        dropped = (context - lists.context_lengths[row]) // size
+        first = max(context - queries[row] + 1 - window, 0)
+        assert dropped == first // size
+        assert listed.tolist() == tables[row, dropped : -(-context // size)].tolist()
+        assert (len(listed) - 1) * size + lists.last_lengths[row] == lists.context_lengths[row]
 
 
 def test_page_lists_of_random_sequences_lead_to_each_slot() -> None:

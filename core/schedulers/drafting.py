@@ -1,0 +1,143 @@
+"""Drafts: tokens that a speculator proposes for decoding requests, and that one step verifies all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.core.schedulers.queues import Queues
+from engine.core.schedulers.request_state import RequestState
+from engine.core.schedulers.step_plan import StepPlan
+from engine.core.speculators.base import SpeculatedSequence
+from engine.core.speculators.checked_speculator import CheckedSpeculator
+from engine.core.types import DraftSlice, SpeculationStats
+
+
+class Drafting:
+    """Plans drafts, and follows the requests that have some.
+
+    A request with drafts is not among the decoding sequences in the step that verifies them: how many tokens it gains
+    is known when the result is committed. It is back among them when the next step is planned (`resume`). So all others
+    advance by the step counter alone, as without a speculator.
+
+    Drafts take what decodes and prefill chunks leave of a step's budget, and blocks that are available: no request
+    waits or is preempted for them.
+    """
+
+    def __init__(self, speculator: CheckedSpeculator, queues: Queues) -> None:
+        self._speculator = speculator
+        self._queues = queues
+        self._max_drafts = speculator.spec.max_drafts
+        self._sequences: dict[str, SpeculatedSequence] = {}
+        """By request id, of the requests that the speculator was asked about."""
+        self._planned: dict[RequestState, tuple[int, ...]] = {}
+        """Drafts of the step being planned."""
+        self._verifying: dict[int, RequestState] = {}
+        """By sequence number, requests with drafts in a step that was planned, until `resume`."""
+        self._positions: dict[int, int] = {}
+        """By sequence number, tokens computed; for the runner, which does not follow how many drafts are accepted."""
+        self._proposed = [0] * self._max_drafts
+        self._accepted = [0] * self._max_drafts
+
+    def has_proposal(self) -> bool:
+        """Whether there is a proposal for a decoding request by the tokens committed so far."""
+        return any(self._propose(state, self._max_drafts) for state in self._queues.decoding.active())
+
+    def resume(self) -> None:
+        """Have the requests whose drafts are verified decode like all others."""
+        if not self._verifying:
+            return
+        running, later = self._queues.running, dict[int, RequestState]()
+        for number, state in self._verifying.items():
+            if running.get(number) is not state:
+                continue
+            if state.in_flight:
+                later[number] = state
+            else:
+                self._positions[number] = state.computed
+                self._queues.decoding.add(state)
+        self._verifying = later
+
+    def propose(self, plan: StepPlan) -> None:
+        """Choose the drafts of a plan, the rest of which is made; no step may be in flight, so that all tokens are
+        known."""
+        planned: dict[RequestState, tuple[int, ...]] = {}
+        room = plan.draft_tokens_left
+        for state in self._queues.decoding.active():
+            if room <= 0:
+                break
+            if drafts := self._propose(state, room):
+                planned[state] = tuple(drafts)
+                room -= len(drafts)
+        self._planned = planned
+
+    def take_slices(self) -> tuple[tuple[RequestState, ...], tuple[DraftSlice, ...]]:
+        """Take the requests with drafts out of the decoding ones; returns them (`plan_drafts` is due) and their slices.
+
+        Where blocks are short, a request has fewer drafts than planned, or none.
+        """
+        blocks, decoding = self._queues.blocks, self._queues.decoding
+        states: list[RequestState] = []
+        slices: list[DraftSlice] = []
+        for state, drafts in self._planned.items():
+            number, position = state.sequence, state.computed
+            wanted = position + 1 + len(drafts)
+            if wanted > state.capacity:
+                blocks.extend(number, wanted, position)
+                state.capacity = blocks.capacity(number)
+            kept = drafts[: state.capacity - position - 1]
+            if not kept:
+                continue
+            decoding.remove(state)
+            self._verifying[number] = state
+            self._positions.pop(number, None)
+            states.append(state)
+            slices.append(DraftSlice(number, position, (state.output[-1], *kept)))
+        self._planned.clear()
+        return tuple(states), tuple(slices)
+
+    def take_positions(self) -> tuple[tuple[int, int], ...]:
+        """Step.positions of the step being built."""
+        running = self._queues.running
+        positions = tuple((number, at) for number, at in self._positions.items() if number in running)
+        self._positions.clear()
+        return positions
+
+    def verified(self, state: RequestState, proposed: int, accepted: int) -> None:
+        """Count the drafts of a request that were verified and those of them that were accepted."""
+        state.accept_drafts(accepted)
+        for position in range(proposed):
+            self._proposed[position] += 1
+            self._accepted[position] += position < accepted
+        if self._speculator.learns:
+            self._speculator.accepted(state.id, proposed, accepted)
+
+    def give_back(self, state: RequestState) -> None:
+        """Free the blocks that only rejected drafts needed; the next token keeps its place."""
+        if state.sequence:
+            self._queues.blocks.shrink(state.sequence, state.computed + 1)
+            state.capacity = self._queues.blocks.capacity(state.sequence)
+
+    def forget(self, state: RequestState) -> None:
+        """Forget a request that has ended."""
+        self._sequences.pop(state.id, None)
+        self._speculator.finished(state.id)
+
+    def stats(self) -> SpeculationStats:
+        """Counters since the start."""
+        return SpeculationStats(
+            proposed=tuple(self._proposed), accepted=tuple(self._accepted), faults=self._speculator.faults
+        )
+
+    def _propose(self, state: RequestState, room: int) -> Sequence[int]:
+        limit = min(room, self._max_drafts, state.max_drafts)
+        if limit <= 0:
+            return ()
+        sequence = self._sequences.get(state.id)
+        if sequence is None:
+            sequence = self._sequences[state.id] = SpeculatedSequence(
+                request_id=state.id,
+                tokens=state.tokens,
+                prompt_length=state.prompt_len,
+                tenant=state.request.salt or None,
+            )
+        return self._speculator.propose(sequence, limit)

@@ -1,0 +1,165 @@
+"""The loop of steps: plans a step, submits it to the executor, and commits the result of the oldest step in flight."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING, NoReturn
+
+import attrs
+
+from engine.core.errors import EngineError
+from engine.core.executors.base import Executor, PendingResult
+from engine.core.gc_pauses import PauseCounts
+from engine.core.graph_uses import GraphUses
+from engine.core.phase_timer import PhaseTimer
+from engine.core.plugin_host.faults import PluginCall, name_fault
+from engine.core.profiling.live import StepMeter
+from engine.core.schedulers.scheduler import Scheduler
+from engine.core.types import EngineStats, Output, Step, StepResult
+
+if TYPE_CHECKING:
+    from engine.core.grammars.compiler import Grammars
+    from engine.core.timeline.recorder import Recorder
+
+STEP_PHASES = ("schedule", "submit", "wait", "commit")
+"""What a step is timed by in the engine; the runner adds phases of its own (StepResult.seconds)."""
+
+
+class StepLoop:
+    """Joins one scheduler and one executor.
+
+    steps_ahead: steps in flight while the next is planned: 1 to overlap planning with the device's work, else 0.
+    owner: the executor, as errors name it. grammars: compiles those of requests. meter: counts what steps compute;
+    None: nothing does.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        steps_ahead: int,
+        owner: str,
+        grammars: Grammars,
+        meter: StepMeter | None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._steps_ahead = steps_ahead
+        self._submission = PluginCall(owner, "a step")
+        self._grammars = grammars
+        self._meter = meter
+        self._in_flight: deque[tuple[Step, PendingResult]] = deque()
+        self._outputs: list[Output] = []
+        """Committed, but not returned yet."""
+        self._speculates = scheduler.speculates
+        self._kernels_compiled = self._graphs_captured = 0
+        self._graph_uses = GraphUses()
+        self._worker_pauses: tuple[tuple[str, PauseCounts], ...] = ()
+        self.timers = defaultdict(PhaseTimer, {phase: PhaseTimer() for phase in STEP_PHASES})
+        """By phase, those of STEP_PHASES and of the runner."""
+        self.recorder: Recorder | None = None
+        """Set while steps are to be reported to it."""
+        self.failure = ""
+        """Why no step can run any more; empty while steps can."""
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step is in flight, or its tokens are not returned yet."""
+        return bool(self._in_flight or self._outputs)
+
+    def step(self) -> list[Output]:
+        """Plan and submit a step, then commit the oldest step in flight unless it may stay there.
+
+        While requests have drafts (`Scheduler.needs_result`), the step in flight is committed before the next is
+        planned. Returns the new tokens of each request. Raises ExecutorError when a step failed; `failure` is then set.
+        """
+        if self._speculates and self._in_flight:
+            with self.timers["schedule"]:
+                needs_result = self._scheduler.needs_result()
+            if needs_result:
+                self._commit_oldest()
+        with self.timers["schedule"]:
+            step = self._scheduler.schedule(time.monotonic())
+            if step is not None and (grammars := self._grammars.take_begun()):
+                step = attrs.evolve(step, grammars=grammars)
+        if step is not None:
+            self._submit(step)
+        if self._in_flight and (step is None or len(self._in_flight) > self._steps_ahead):
+            self._commit_oldest()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _submit(self, step: Step) -> None:
+        """Submit a step to the executor."""
+        try:
+            with self.timers["submit"]:
+                pending = self._executor.submit(step)
+            if self.recorder is not None:
+                pending = self.recorder.submitted(step, pending)
+            self._in_flight.append((step, pending))
+        except BaseException as error:
+            self._fail(error)
+
+    def _commit_oldest(self) -> None:
+        """Wait for the oldest step in flight and commit its result."""
+        step, pending = self._in_flight.popleft()
+        try:
+            with self.timers["wait"]:
+                result = pending.result()
+            if self._meter is not None:
+                self._meter.finish()
+        except BaseException as error:
+            self._fail(error)
+        try:
+            self._count(step, result)
+            with self.timers["commit"]:
+                self._outputs += self._scheduler.commit(step, result, time.monotonic())
+        except BaseException as error:
+            self._note_failure(error)
+            raise
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Raise what an executor raised, naming a plugin at fault; no further step can run."""
+        try:
+            name_fault(error, self._submission)
+            raise error
+        except BaseException as named:
+            self._note_failure(named)
+            raise
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Note why no further step can run: the step's tokens are lost, whatever was raised."""
+        message = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        self.failure = message or type(error).__name__
+
+    def _count(self, step: Step, result: StepResult) -> None:
+        """Add up what a result says of how its step ran."""
+        for phase, seconds in result.seconds:
+            self.timers[phase].seconds += seconds
+        self._kernels_compiled += result.kernels_compiled
+        self._graphs_captured += result.graphs_captured
+        if result.graph_size is not None:
+            self._graph_uses.count(step, result.graph_size)
+        if result.gc_pauses:
+            self._worker_pauses = (("worker", result.gc_pauses),)
+
+    def forget(self) -> None:
+        """Give up the steps in flight, whose results no one will commit."""
+        self._in_flight.clear()
+        self._outputs.clear()
+
+    def add_stats(self, stats: EngineStats) -> EngineStats:
+        """The scheduler's counters with those of the loop."""
+        return attrs.evolve(
+            stats,
+            seconds=tuple((phase, timer.seconds) for phase, timer in self.timers.items()),
+            work=self._meter.totals() if self._meter is not None else (),
+            peaks=self._meter.peaks if self._meter is not None else None,
+            kernels_compiled=self._kernels_compiled,
+            graphs_captured=self._graphs_captured,
+            graph_replays=self._graph_uses.replays(),
+            graph_misses=self._graph_uses.misses,
+            gc_pauses=self._worker_pauses,
+        )
