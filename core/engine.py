@@ -38,7 +38,7 @@ from engine.core.grammars.base import GrammarBackend
 from engine.core.hub.names import locate
 from engine.core.kv_events.stream import EventStream
 from engine.core.models.base import ModelSpec
-from engine.core.plugin_host.derived import max_len, settle, shape_of
+from engine.core.plugin_host.derived import max_len, settle, shape_of, speculator_spec
 from engine.core.plugin_host.faults import PluginCall, name_fault
 from engine.core.plugin_host.registry import Plugins, load_plugins
 from engine.core.plugin_host.selection import check_names
@@ -51,6 +51,7 @@ from engine.core.schedulers.grouped_block_manager import make_block_manager
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.scheduler import Scheduler
 from engine.core.speculators.base import Speculator
+from engine.core.speculators.checked_speculator import CheckedSpeculator
 from engine.core.startup import Listener, Phases
 from engine.core.startup_display import show_startup
 from engine.core.step_loop import STEP_PHASES, StepLoop
@@ -119,8 +120,6 @@ class Engine:
         if not (on_progress is None or callable(on_progress)):
             raise ConfigError(f"on_progress must be a function, not {shortened(on_progress)}")
 
-        if self.config.speculator.name or "speculator" in objects:
-            raise ConfigError("a speculator is chosen, but the engine cannot speculate yet; leave it out")
         phases = Phases(on_progress)
         on_hub = any(map(is_hub_name, (self.config.model.path, self.config.model.tokenizer)))
         with phases.phase("download" if on_hub else "checkpoint"), _listening(on_progress) as listener:
@@ -148,6 +147,7 @@ class Engine:
             self.max_len = max_len(self.config, model_spec)
             self._warn_unused(model_spec)
             self.vocab_size = model_spec.vocab_size
+            speculator = self._make_speculator(model_spec)
             with phases.phase("rehearsal"):
                 rehearse(
                     self._executor,
@@ -160,7 +160,7 @@ class Engine:
                     full=self.device.type == "cuda",
                 )
             self.cache_info = attrs.evolve(cache_info, phases=phases.seconds)
-            self._start_scheduling()
+            self._start_scheduling(speculator)
             self.plugins.notify("engine_started", engine=self)
         except BaseException:
             self._executor.shutdown()  # the caller gets no engine to close
@@ -191,7 +191,16 @@ class Engine:
             return None
         return StepMeter(cost, peaks)
 
-    def _start_scheduling(self) -> None:
+    def _make_speculator(self, model_spec: ModelSpec) -> CheckedSpeculator | None:
+        """The speculator, whose methods have been called once; None: there is none."""
+        if self.parts.speculator is None:
+            return None
+        spec, options = speculator_spec(self.config, model_spec), self.parts.options["speculators"]
+        speculator = CheckedSpeculator(self.parts.speculator(spec, options))
+        speculator.rehearse()
+        return speculator
+
+    def _start_scheduling(self, speculator: CheckedSpeculator | None) -> None:
         """Build the scheduler over the executor's KV cache, and the loop of steps."""
         cache = self.config.cache
         cache_metrics = CacheMetrics(self.cache_info.kinds, sample=cache.metrics_sample) if cache.metrics else None
@@ -214,6 +223,7 @@ class Engine:
             eos_tokens=self.checkpoint.eos_tokens(),
             cache_metrics=cache_metrics,
             meter=meter,
+            speculator=speculator,
         )
         overlap = self.config.scheduler.overlap
         self._loop = StepLoop(

@@ -21,7 +21,9 @@ class GraphUses:
             self.misses += step.iterations
             return
         used = len(step.decodes) + sum(chunk.count for chunk in step.chunks)
-        counts = self._replays.setdefault(("prefill" if step.chunks else "decode", size), [0, 0])
+        used += sum(len(part.tokens) for part in step.drafts)
+        kind = "prefill" if step.chunks or step.drafts else "decode"  # decode graphs have one token per sequence
+        counts = self._replays.setdefault((kind, size), [0, 0])
         counts[0] += step.iterations
         counts[1] += (size - used) * step.iterations
 

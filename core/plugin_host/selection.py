@@ -13,6 +13,7 @@ from engine.core.attention.pair import AttentionPair
 from engine.core.config.structure import structure_options
 from engine.core.config.tree import AUTO, EngineConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaultError, near_misses
+from engine.core.models.base import StateShape
 from engine.core.plugin_host.cache_groups import cache_layout
 from engine.core.plugin_host.derived import (
     max_len,
@@ -255,8 +256,20 @@ def attention_question(
 
 def speculator_question(config: EngineConfig, checkpoint: Mapping[str, Any], model: type[Model]) -> Question:
     """Asks whether a speculator refuses this model. Raises as `attention_question`."""
-    spec = speculator_spec(config, shape_of(model, checkpoint))
-    return lambda cls: cls.refuses(spec)
+    model_spec = shape_of(model, checkpoint)
+    spec = speculator_spec(config, model_spec)
+    has_state = any(isinstance(cache, StateShape) for cache in model_spec.layer_caches)
+
+    def question(cls: Any) -> str | None:
+        if has_state:
+            return (
+                "layers of this model keep a state, which cannot go back to the last accepted token when a draft is "
+                "rejected; leave the speculator out"
+            )
+        refusal: str | None = cls.refuses(spec)
+        return refusal
+
+    return question
 
 
 def find_quant(

@@ -1,4 +1,4 @@
-"""Builds the ForwardBatch of one iteration of a Step."""
+"""Builds the ForwardBatch of one iteration of a Step: decodes, prefill chunks, draft slices."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ def build_batch(
     """Build the batch of one iteration of a step that `persistent_batch` was updated with; its tokens then count as
     computed.
 
-    Returns the batch and the rows of the sequences that sample: [sampling] int64 on the device. Everything goes to the
+    Returns the batch and the rows of the sequences that sample: [sampling] int64 on the device; that of a sequence with
+    drafts is repeated for each token of its slice. Everything goes to the
     device in one copy, except the tokens to decode, which are there already. num_groups: cache groups, of which those
     with states come last and have no block tables.
     """
-    num_decodes = len(step.decodes)
-    rows = persistent_batch.rows([*step.decodes, *(chunk.sequence for chunk in step.chunks)])
+    num_decodes, num_others = len(step.decodes), len(step.decodes) + len(step.chunks)
+    sequences = [*step.decodes, *(chunk.sequence for chunk in step.chunks), *(part.sequence for part in step.drafts)]
+    rows = persistent_batch.rows(sequences)
     starts, counts = persistent_batch.computed[rows], np.ones(len(rows), np.int64)
-    starts[num_decodes:] = [chunk.start for chunk in step.chunks]
-    counts[num_decodes:] = [chunk.count for chunk in step.chunks]
+    starts[num_decodes:] = [part.start for part in (*step.chunks, *step.drafts)]
+    counts[num_decodes:num_others] = [chunk.count for chunk in step.chunks]
+    counts[num_others:] = [len(part.tokens) for part in step.drafts]
     ends = starts + counts
     persistent_batch.computed[rows] = ends
     query_starts = np.zeros(len(rows) + 1, np.int64)
@@ -41,16 +44,21 @@ def build_batch(
     tables = persistent_batch.host_tables[rows, :width]
     slots = tables[owners, positions // size].astype(np.int64) * size + positions % size
     known = [persistent_batch.known(chunk.sequence, chunk.start, chunk.start + chunk.count) for chunk in step.chunks]
-    sampling = np.ones(len(rows), bool)
+    known += [np.array(part.tokens, np.int64) for part in step.drafts]
+    sampling = np.ones(num_others, bool)
     sampling[num_decodes:] = [chunk.sample for chunk in step.chunks]
+    sampling_rows, logit_tokens = rows[:num_others][sampling], query_starts[1 : num_others + 1][sampling] - 1
+    if step.drafts:
+        sampling_rows = np.concatenate((sampling_rows, np.repeat(rows[num_others:], counts[num_others:])))
+        logit_tokens = np.concatenate((logit_tokens, np.arange(query_starts[num_others], query_starts[-1])))
 
     arrays: list[npt.NDArray[Any]] = [
         rows,
-        rows[sampling],
+        sampling_rows,
         np.concatenate(known) if known else np.zeros(0, np.int64),
         positions,
         slots,
-        query_starts[1:][sampling] - 1,
+        logit_tokens,
         query_starts.astype(np.int32),
         ends.astype(np.int32),
         *persistent_batch.take_changes(),
@@ -61,8 +69,8 @@ def build_batch(
         arrays.append(group_slots)
     (
         device_rows,
-        sampling_rows,
-        chunk_tokens,
+        device_sampling_rows,
+        known_tokens,
         device_positions,
         device_slots,
         logit_rows,
@@ -72,10 +80,10 @@ def build_batch(
     ) = to_device(arrays, persistent_batch.tables.device)
     device_group_slots = changes.pop() if num_groups > 1 else None
     persistent_batch.apply(changes)
-    tokens = chunk_tokens
+    tokens = known_tokens
     if num_decodes:
         decoded = persistent_batch.last_tokens[device_rows[:num_decodes]]
-        tokens = torch.cat((decoded, chunk_tokens)) if known else decoded
+        tokens = torch.cat((decoded, known_tokens)) if known else decoded
     batch = ForwardBatch(
         tokens=tokens,
         positions=device_positions,
@@ -100,7 +108,7 @@ def build_batch(
             )
             for table in (min(number, len(group_tables) - 1) for number in range(num_groups))
         )
-    return batch, sampling_rows
+    return batch, device_sampling_rows
 
 
 def group_batch(

@@ -58,18 +58,25 @@ def free_memory(device: DeviceInfo) -> int:
     return Host().free_memory()
 
 
-def estimate_activations(model: ModelSpec, config: EngineConfig, dtype: str) -> int:
+def max_sampling_rows(config: EngineConfig, *, speculates: bool) -> int:
+    """Maximum rows of logits in one step: one per sequence, and one for each of its drafts."""
+    drafts = config.speculator.max_drafts if speculates else 0
+    return min(config.scheduler.max_running * (1 + drafts), config.scheduler.max_batch_tokens)
+
+
+def estimate_activations(model: ModelSpec, config: EngineConfig, dtype: str, *, speculates: bool = False) -> int:
     """A generous estimate of the bytes of one full step's intermediate results, where they cannot be measured.
 
-    Per token: about a dozen hidden-size rows (a merged gate-up projection is the largest); per sequence: logits.
+    Per token: about a dozen hidden-size rows (a merged gate-up projection is the largest). Per row that samples:
+    logits.
     """
     tokens = config.scheduler.max_batch_tokens
-    rows = min(config.scheduler.max_running, tokens)
+    rows = max_sampling_rows(config, speculates=speculates)
     return tokens * 12 * model.hidden_size * DTYPE_BYTES[dtype] + logits_bytes(model, rows)
 
 
 def logits_bytes(model: ModelSpec, rows: int) -> int:
-    """Bytes to sample `rows` sequences: three rows of float32 logits each."""
+    """Bytes to sample `rows` tokens: three rows of float32 logits each."""
     return rows * 3 * model.vocab_size * 4
 
 

@@ -30,9 +30,9 @@ class _RunningSequence:
 class PersistentBatch:
     """The running sequences, each in a row of its own from its admission until it finishes or is preempted.
 
-    Nothing here depends on which tokens are sampled, so that the host knows every position before the device has
-    computed it; only the token itself stays on the device. One more row is for padding: its block table points to the
-    scratch block, whose contents are never read.
+    Except where drafts are verified, nothing here depends on which tokens are sampled, so that the host knows every
+    position before the device has computed it; only the token itself stays on the device. One more row is for padding:
+    its block table points to the scratch block, whose contents are never read.
 
     A sequence has a row in the block table of every cache group. Entries behind a group's window stay as they were: any
     valid blocks.
@@ -79,13 +79,15 @@ class PersistentBatch:
         return tuple(self._sequences)
 
     def update(self, step: Step) -> None:
-        """Apply the step's differences: finished sequences, new sequences, newly assigned blocks."""
+        """Apply the step's differences: finished sequences, new sequences, positions after drafts, new blocks."""
         for sequence in step.finished:
             self._free_rows.append(self._sequences.pop(sequence).row)
         for new in step.new:
             row = self._free_rows.pop()
             self.computed[row] = 0
             self._sequences[new.sequence] = _RunningSequence(row, np.frombuffer(new.tokens.pack(), np.int32))
+        for sequence, position in step.positions:
+            self.computed[self._sequences[sequence].row] = position
         if step.blocks:
             if self._has_one_table:
                 self._append(step.blocks)
@@ -98,7 +100,7 @@ class PersistentBatch:
         width = self.host_tables.shape[1]
         for sequence, added in additions:
             running, blocks = self._sequences[sequence], added
-            if blocks[0] < 0:  # indices behind the window
+            if blocks[0] < 0:  # indices behind the window, or all that are left after rejected drafts
                 running.num_blocks, blocks = -blocks[0], blocks[1:]
             first = running.row * width + running.num_blocks
             running.num_blocks += len(blocks)

@@ -105,6 +105,6 @@ class Runner:
         if step.finished:
             self._start.checks.end()
             self._launch = self._launcher.launch
-        if not step.decodes and not step.chunks:  # the end of the rehearsal
+        if not (step.decodes or step.chunks or step.drafts):  # the end of the rehearsal
             return self._launcher.forget(step)
         return self._launcher.launch(step)

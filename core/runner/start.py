@@ -50,12 +50,13 @@ from engine.core.runner.memory import (
     format_bytes,
     free_memory,
     logits_bytes,
+    max_sampling_rows,
     plan_memory,
 )
 from engine.core.runner.persistent_batch import PersistentBatch
 from engine.core.runner.piecewise_graphs import PiecewiseGraphs
 from engine.core.runner.step import StepLauncher, enter_device
-from engine.core.runner.warm_up import MAX_KERNEL_ROWS, warm_up_sampling
+from engine.core.runner.warm_up import MAX_KERNEL_ROWS, warm_up_sampling, warm_up_verification
 from engine.core.sampling.sampler import Sampler
 from engine.core.sampling.token_counts import TokenCounts
 from engine.core.schedulers.prompt_step import prompt_step
@@ -95,6 +96,7 @@ class RunnerStart:
         self._model_spec = shape_of(parts.model, checkpoint.config)
         self._dtype = resolve_dtype(config, checkpoint.config, device)
         self._fused = fused_kernels(config, device)
+        self._speculates = parts.speculator is not None
         ranks = self._group.ranks
         refusal = refuses_ranks(self._model_spec, ranks)
         if refusal is not None:
@@ -191,7 +193,7 @@ class RunnerStart:
         attention use the memory that the memory fraction leaves free.
         """
         if self._device.type == "cpu":
-            return estimate_activations(self._model_spec, self._config, self._dtype)
+            return estimate_activations(self._model_spec, self._config, self._dtype, speculates=self._speculates)
         scheduler = self._config.scheduler
         tokens = min(scheduler.max_batch_tokens, scheduler.max_running * self._spec.max_len)
         try:
@@ -202,7 +204,8 @@ class RunnerStart:
                 "use a lower --max-batch-tokens or a smaller model"
             ) from error
         torch.cuda.empty_cache()
-        return peak + logits_bytes(self._model_spec, min(scheduler.max_running, tokens))
+        rows = min(max_sampling_rows(self._config, speculates=self._speculates), tokens)
+        return peak + logits_bytes(self._model_spec, rows)
 
     def _measure_trial_step(self, model: Model, kv_scales: tuple[KVScales, ...], tokens: int) -> int:
         """Peak bytes of one step of `tokens` prompt tokens, run on a device state of its own, which is then freed."""
@@ -306,6 +309,8 @@ class RunnerStart:
         rows = min(MAX_KERNEL_ROWS + 1, self._config.scheduler.max_running)
         hidden = torch.zeros(rows, self._model_spec.hidden_size, dtype=torch_dtype(self._dtype), device=self._name)
         warm_up_sampling(state.model, state.sampler, hidden)
+        if self._speculates:
+            warm_up_verification(state.sampler, state.model.logits(hidden[:1]), state.persistent_batch.last_tokens)
 
     def _cache_info(self, plan: MemoryPlan, num_blocks: int, phases: Phases, cost: ModelCost) -> CacheInfo:
         return CacheInfo(

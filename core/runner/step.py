@@ -13,9 +13,10 @@ from engine.core.runner.build_batch import build_batch
 from engine.core.runner.device_state import DeviceState, StepGraphs
 from engine.core.runner.first_uses import NOTHING, FirstUse, FirstUses
 from engine.core.runner.lap_timer import LapTimer, StepPhase
+from engine.core.sampling.draft_rows import DraftRows, VerifiedDrafts
 from engine.core.sampling.prompt_logprobs import StepPromptLogprobs
 from engine.core.sampling.sampled_tokens import SampledTokens
-from engine.core.types import Step, StepResult
+from engine.core.types import Step, StepResult, TokenLogprobs
 
 
 @define
@@ -30,6 +31,8 @@ class PendingStep:
     first_use: FirstUse = NOTHING
     graph_size: int | None = None
     """As StepResult.graph_size."""
+    drafts: VerifiedDrafts | None = None
+    """None: the step has no drafts."""
 
     def done(self) -> bool:
         """Whether `result` returns immediately."""
@@ -41,11 +44,20 @@ class PendingStep:
             fetched = [sampled.to_host() if sampled is not None else ([], []) for sampled in self.samples]
         except RuntimeError as error:  # the only class that torch raises
             raise ExecutorError(f"step {self.step} failed on the device: {error}") from error
+        verified: tuple[tuple[int, ...], ...] = ()
+        verified_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+        if self.drafts is not None:
+            [(tokens, entries)] = fetched
+            verified, verified_logprobs = self.drafts.to_host(tokens, entries)
+            count = self.drafts.rows.num_before
+            fetched = [(tokens[:count], entries[:count])]
         logprobs = tuple(tuple(entries) for _, entries in fetched)
         return StepResult(
             step=self.step,
             tokens=tuple(tuple(tokens) for tokens, _ in fetched),
             logprobs=logprobs if any(entry is not None for entries in logprobs for entry in entries) else (),
+            verified=verified,
+            verified_logprobs=verified_logprobs,
             prompt_logprobs=self.prompt_logprobs,
             seconds=tuple(self.seconds.items()),
             kernels_compiled=self.first_use.kernels,
@@ -83,7 +95,7 @@ class StepLauncher:
 
     def graph_size(self, step: Step) -> int | None:
         """Batch size of the CUDA graph of a step; None if the step is launched without one."""
-        if self._decode_graphs is None or step.chunks:
+        if self._decode_graphs is None or step.chunks or step.drafts:
             return None
         return self._decode_graphs.size(len(step.decodes))
 
@@ -91,7 +103,7 @@ class StepLauncher:
         timer = LapTimer()
         self.state.persistent_batch.update(step)
         self.state.sampler.update(step, self.state.persistent_batch.row)
-        if self._decode_graphs is not None and not step.chunks:
+        if self._decode_graphs is not None and not (step.chunks or step.drafts):
             samples = self._decode_graphs.run(step.decodes, step.iterations, timer)
             size = self._decode_graphs.size(len(step.decodes))
             return PendingStep(step.id, samples, (), timer.seconds, graph_size=size)
@@ -110,6 +122,11 @@ class StepLauncher:
         state = self.state
         sampling = (*step.decodes, *(chunk.sequence for chunk in step.chunks if chunk.sample))
         samples: list[SampledTokens | None] = []
+        drafts: DraftRows | None = None
+        verified: VerifiedDrafts | None = None
+        if step.drafts:
+            drafts = self._draft_rows(step, len(sampling))
+            sampling = (*sampling, *(part.sequence for part in step.drafts for _ in part.tokens))
         prompt_logprobs: StepPromptLogprobs = ()
         graph_size = None if self._decode_graphs is None else 0
         for _ in range(step.iterations):
@@ -128,12 +145,22 @@ class StepLauncher:
             timer.end("launch")
             sampled = None
             if logits is not None:
-                sampled = state.sampler.sample(logits, sampling, sampling_rows)
-                state.persistent_batch.set_last_tokens(sampling_rows, sampled.tokens)
+                sampled = state.sampler.sample(logits, sampling, sampling_rows, drafts)
+                last_rows, last_tokens = sampling_rows, sampled.tokens
+                if drafts is not None:
+                    verified = state.sampler.verify(drafts, sampled.tokens, state.persistent_batch.last_tokens)
+                    last_rows, last_tokens = last_rows[: drafts.num_before], last_tokens[: drafts.num_before]
+                state.persistent_batch.set_last_tokens(last_rows, last_tokens)
             samples.append(sampled)
             prompt_logprobs = state.sampler.prompt_logprobs(step, hidden, state.model)
             timer.end("sample")
-        return PendingStep(step.id, samples, prompt_logprobs, timer.seconds, graph_size=graph_size)
+        return PendingStep(step.id, samples, prompt_logprobs, timer.seconds, graph_size=graph_size, drafts=verified)
+
+    def _draft_rows(self, step: Step, num_before: int) -> DraftRows:
+        """The rows of the step's drafts; num_before: rows that sample besides."""
+        persistent_batch = self.state.persistent_batch
+        rows = persistent_batch.rows([part.sequence for part in step.drafts])
+        return DraftRows.of(step.drafts, rows, num_before, persistent_batch.tables.device)
 
 
 def enter_device(device: DeviceInfo) -> None:

@@ -11,6 +11,7 @@ from attrs import frozen
 
 if TYPE_CHECKING:
     from engine.core.models.base import Model
+    from engine.core.sampling.draft_rows import DraftRows
     from engine.core.sampling.sampled_tokens import SampledTokens
     from engine.core.sampling.sampling_batch import SamplingBatch
 
@@ -56,6 +57,8 @@ class SamplingPath(ABC):
         """
 
     @abstractmethod
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor) -> SampledTokens:
-        """Sample from logits ([rows, vocab], left unchanged), advance `SamplingTable.num_outputs`, and start the copy
-        of the tokens to the host. Does not wait for the device. table_rows: [rows] int64."""
+    def sample(
+        self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor, drafts: DraftRows | None = None
+    ) -> SampledTokens:
+        """Sample from logits ([rows, vocab], left unchanged), advance `SamplingTable.num_outputs` except for rows of
+        drafts, and start the copy of the tokens to the host. Does not wait for the device. table_rows: [rows] int64."""

@@ -18,11 +18,12 @@ from engine.core.sampling.sampling_batch import DrawParams, ProcessedLogits, Sam
 
 if TYPE_CHECKING:
     from engine.core.models.base import Model
+    from engine.core.sampling.draft_rows import DraftRows
     from engine.core.sampling.greedy import GreedyPath
     from engine.core.sampling.sampling_table import SamplingTable
 
-DrawRows = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""(logits, table rows) to (tokens, max logits): `ops.sampling.sample.draw_rows` on a SamplingTable's tensors."""
+DrawRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+"""(logits, table rows, offsets) to (tokens, max logits): `ops.sampling.sample.draw_rows` on a SamplingTable."""
 
 
 class DrawPath(SamplingPath):
@@ -50,43 +51,61 @@ class DrawPath(SamplingPath):
         tokens, max_logits = self.draw_unprocessed(model.logits(hidden), table_rows)
         return CapturedTokens(tokens=tokens, max_logits=max_logits, table_advanced=True)
 
-    def draw_unprocessed(self, logits: torch.Tensor, table_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw_unprocessed(
+        self, logits: torch.Tensor, table_rows: torch.Tensor, drafts: DraftRows | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample by the fused kernel and advance the table; may be captured in a CUDA graph.
 
         logits: [rows, vocab]; table_rows: [rows] int64, the padding row any number of times. Returns (tokens [rows]
         int64, max logits [rows] float32).
         """
         assert self._draw_rows is not None
-        tokens, max_logits = self._draw_rows(logits, table_rows)
+        tokens, max_logits = self._draw_rows(logits, table_rows, None if drafts is None else drafts.offsets)
         self._table.advance(table_rows)
         return self._same_on_all_ranks(tokens), max_logits
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor) -> SampledTokens:
-        tokens, max_logits = self.choose(logits, batch, table_rows, None)
-        self._table.advance(table_rows)
+    def sample(
+        self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor, drafts: DraftRows | None = None
+    ) -> SampledTokens:
+        tokens, max_logits = self.choose(logits, batch, table_rows, None, drafts)
+        self._table.advance(table_rows if drafts is None else table_rows[: drafts.num_before])
         return SampledTokens.from_tokens(tokens, max_logits)
 
     def choose(
-        self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor, processed: ProcessedLogits | None
+        self,
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        table_rows: torch.Tensor,
+        processed: ProcessedLogits | None,
+        drafts: DraftRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens [rows] int64 that all ranks agree on, max logits [rows] float32, as in `SampledTokens.from_tokens`).
 
-        processed: logits that take the place of some rows; None: no row has any.
+        processed: logits that take the place of some rows; None: no row has any. drafts: the last rows; None: no row
+        verifies drafts.
         """
-        tokens, max_logits = self._choose_on_this_rank(logits, batch, table_rows, processed)
+        offsets = None if drafts is None else drafts.offsets
+        tokens, max_logits = self._choose_on_this_rank(logits, batch, table_rows, processed, offsets)
         return self._same_on_all_ranks(tokens), max_logits
 
     def _choose_on_this_rank(
-        self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor, processed: ProcessedLogits | None
+        self,
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        table_rows: torch.Tensor,
+        processed: ProcessedLogits | None,
+        offsets: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """offsets: [rows] int64, outputs between `SamplingTable.num_outputs` and each row; None: 0 for all."""
         if self._draw_rows is not None:
             if processed is None:
-                return self._draw_rows(logits, table_rows)
+                return self._draw_rows(logits, table_rows, offsets)
             # Processed rows are drawn below; here they count as greedy padding, which costs the least.
             others = table_rows.index_fill(0, processed.rows, self._table.padding_row)
-            tokens, max_logits = self._draw_rows(logits, others)
+            tokens, max_logits = self._draw_rows(logits, others, offsets)
             own_rows = table_rows[processed.rows]
-            tokens[processed.rows], processed_max_logits = self._draw_rows(processed.logits, own_rows)
+            own_offsets = None if offsets is None else offsets[processed.rows]
+            tokens[processed.rows], processed_max_logits = self._draw_rows(processed.logits, own_rows, own_offsets)
             max_logits[processed.rows] += processed_max_logits  # finite if both are
             return tokens, max_logits
         tokens, max_logits = self._greedy.choose(logits, processed)
@@ -95,7 +114,10 @@ class DrawPath(SamplingPath):
             if processed is not None and params.processed is not None:
                 among_drawing, among_processed = params.processed
                 drawing[among_drawing] = processed.logits[among_processed]
-            tokens[params.rows] = draw_plain(drawing, params, self._table.num_outputs[table_rows[params.rows]])
+            num_outputs = self._table.num_outputs[table_rows[params.rows]]
+            if offsets is not None:
+                num_outputs += offsets[params.rows]
+            tokens[params.rows] = draw_plain(drawing, params, num_outputs)
         return tokens, max_logits
 
 

@@ -16,6 +16,7 @@ from engine.core.sampling.sampling_batch import LogitsProcessors, LogprobsReques
 
 if TYPE_CHECKING:
     from engine.core.models.base import Model
+    from engine.core.sampling.draft_rows import DraftRows
     from engine.core.sampling.draw import DrawPath
     from engine.core.sampling.grammar_masks import GrammarMasks
     from engine.core.sampling.greedy import GreedyPath
@@ -49,7 +50,9 @@ class FullPath(SamplingPath):
     def capture(self, model: Model, hidden: torch.Tensor, table_rows: torch.Tensor) -> torch.Tensor:
         return model.logits(hidden)
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor) -> SampledTokens:
+    def sample(
+        self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor, drafts: DraftRows | None = None
+    ) -> SampledTokens:
         processors = batch.processors
         processed = grammar = masks = None
         if processors is not None:
@@ -59,13 +62,13 @@ class FullPath(SamplingPath):
                 chosen[grammar.rows] = apply_masks(chosen[grammar.rows], masks)
             processed = ProcessedLogits(rows=processors.rows, logits=chosen)
         if batch.draws:
-            tokens, max_logits = self._draw.choose(logits, batch, table_rows, processed)
+            tokens, max_logits = self._draw.choose(logits, batch, table_rows, processed, drafts)
         else:
             tokens, max_logits = self._greedy.choose(logits, processed)
         if processors is not None and processors.penalties is not None:
             penalties = processors.penalties
             self._token_counts.count(penalties.slots, tokens[processors.rows][penalties.rows])
-        self._table.advance(table_rows)
+        self._table.advance(table_rows if drafts is None else table_rows[: drafts.num_before])
         logprobs = None if batch.logprobs is None else _logprobs(logits, tokens, batch.logprobs, masks)
         sampled = SampledTokens.from_tokens(tokens, max_logits, logprobs)
         if grammar is not None:

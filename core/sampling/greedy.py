@@ -13,6 +13,7 @@ from engine.core.sampling.sampling_batch import ProcessedLogits, SamplingBatch
 
 if TYPE_CHECKING:
     from engine.core.models.base import Model
+    from engine.core.sampling.draft_rows import DraftRows
     from engine.core.sampling.sampling_table import SamplingTable
 
 Argmax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -40,9 +41,11 @@ class GreedyPath(SamplingPath):
         max_logits, tokens = model.greedy(hidden)
         return CapturedTokens(tokens=tokens, max_logits=max_logits, table_advanced=False)
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor) -> SampledTokens:
+    def sample(
+        self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor, drafts: DraftRows | None = None
+    ) -> SampledTokens:
         tokens, max_logits = self.choose(logits, None)
-        self._table.advance(table_rows)
+        self._table.advance(table_rows if drafts is None else table_rows[: drafts.num_before])
         return SampledTokens.from_tokens(tokens, max_logits)
 
     def choose(self, logits: torch.Tensor, processed: ProcessedLogits | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,10 @@ A batch takes the cheapest path that serves all of its sequences: greedy (step 3
 (all steps, and log probabilities). What steps 3 and 4 need lies in the SamplingTable on the device, so that the greedy
 and the draw path can be captured in a CUDA graph, and steps with and without graphs can alternate.
 
+A sequence with drafts has a row for each of its positions, which samples by the random number of the position. Drafts
+are accepted up to the first that differs from the token sampled in its place: the tokens are those of sampling one by
+one. Such sequences have neither a grammar nor penalties, and at least min_tokens tokens.
+
 Sampling does not wait for the device, and does no host work per row while the batch's sequences stay the same. Rows
 that are not finite (NaN, +inf, or -inf everywhere, before or after step 2) are therefore found in
 `SampledTokens.to_host`, which waits anyway: the max logits travel with the tokens. The host then sees NO_TOKEN, and the
@@ -27,13 +31,13 @@ scheduler ends the request; until it does, the device goes on with any token of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine.core.errors import ExecutorError, InvalidRequestError
 from engine.core.sampling.base import SamplingPath
+from engine.core.sampling.draft_rows import DraftRows, VerifiedDrafts
 from engine.core.sampling.draw import DrawPath, DrawRows
 from engine.core.sampling.full import FullPath
 from engine.core.sampling.grammar_masks import GrammarMasks
@@ -43,7 +47,8 @@ from engine.core.sampling.sampled_tokens import SampledTokens
 from engine.core.sampling.sampling_batch import SamplingBatch, SamplingBatchBuilder, SequenceState, TokenBias
 from engine.core.sampling.sampling_table import SamplingTable
 from engine.core.sampling.token_counts import TokenCounts
-from engine.core.transfer import tensor_to_device
+from engine.core.sampling.verify import accept_matching
+from engine.core.transfer import HostCopy, tensor_to_device
 from engine.core.types import NewSequence, SamplingParams, Step
 
 if TYPE_CHECKING:
@@ -84,11 +89,14 @@ class Sampler:
         self._grammar_masks = GrammarMasks(grammars, vocab_size, device)
         max_and_index: Argmax = argmax
         draw_kernel: DrawRows | None = None
+        self._match_rows: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
         if fused:
             from engine.ops.sampling.argmax import argmax_rows
             from engine.ops.sampling.sample import draw_rows
+            from engine.ops.sampling.verify import match_rows
 
-            max_and_index, draw_kernel = argmax_rows, partial(draw_rows, **self.table.columns)
+            max_and_index, self._match_rows, columns = argmax_rows, match_rows, self.table.columns
+            draw_kernel = lambda logits, rows, offsets: draw_rows(logits, rows, offsets=offsets, **columns)  # noqa: E731
         self.greedy_path = GreedyPath(self.table, max_and_index)
         self.draw_path = DrawPath(self.table, self.greedy_path, draw_kernel, same_on_all_ranks)
         self.full_path = FullPath(self.table, self._token_counts, self._grammar_masks, self.greedy_path, self.draw_path)
@@ -178,17 +186,42 @@ class Sampler:
             self.table.write([each.table_row for each in states], [each.params for each in states], num_outputs)
             self._unwritten.clear()
 
-    def sample(self, logits: torch.Tensor, sequences: Sequence[int], table_rows: torch.Tensor) -> SampledTokens:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        sequences: Sequence[int],
+        table_rows: torch.Tensor,
+        drafts: DraftRows | None = None,
+    ) -> SampledTokens:
         """Sample the next token of each of these sequences, and advance the SamplingTable.
 
-        logits: [n, vocab], left unchanged; sequences: [n], no sequence twice; table_rows: [n] int64 on the device, the
-        rows that the sequences were added with.
+        logits: [n, vocab], left unchanged; sequences: [n], a sequence several times only in rows of drafts; table_rows:
+        [n] int64 on the device, the rows that the sequences were added with. drafts: the last rows, whose sequences
+        `verify` advances; None: no row verifies drafts.
         """
         self.flush()
         batch = self._batch_of(tuple(sequences))
-        sampled = self.sampling_path(batch.sequences).sample(logits, batch, table_rows)
+        sampled = self.sampling_path(batch.sequences).sample(logits, batch, table_rows, drafts)
         self._count_down_min_tokens(batch.sequences)
         return sampled
+
+    def verify(self, drafts: DraftRows, sampled: torch.Tensor, last_tokens: torch.Tensor) -> VerifiedDrafts:
+        """Accept the drafts that were sampled in their places, and advance their sequences.
+
+        sampled: [rows] int64, tokens of `sample`; last_tokens: [table rows] int64, where the token after the accepted
+        drafts is stored. Does not wait for the device.
+        """
+        rows = drafts.table_rows
+        if self._match_rows is not None:
+            accepted, _ = self._match_rows(
+                drafts.drafts, sampled, drafts.first, rows, last_tokens=last_tokens, num_outputs=self.table.num_outputs
+            )
+        else:
+            places = drafts.first[:, None] + torch.arange(drafts.drafts.shape[1], device=sampled.device)
+            accepted = accept_matching(drafts.drafts, sampled[places.clamp(max=len(sampled) - 1)])
+            last_tokens.index_copy_(0, rows, sampled[drafts.first + accepted])
+            self.table.num_outputs.index_add_(0, rows, accepted + 1)
+        return VerifiedDrafts(rows=drafts, accepted=HostCopy.begin(accepted))
 
     def prompt_logprobs(self, step: Step, hidden: torch.Tensor, model: Model) -> StepPromptLogprobs:
         """Log probabilities of prompt tokens, where asked for; see `PromptLogprobs.compute`."""
