@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engine_phrases import Options, Phrases
 
 from engine.core.errors import ConfigError
-from engine.core.speculators import SpeculatedSequence, Speculator, SpeculatorSpec
+from engine.core.speculators import SpeculatedSequence, SpeculatorSpec
 from engine.testing.speculators import SpeculatorConformance
 
 SPEC = SpeculatorSpec(vocab_size=100, max_len=64, max_drafts=8)
@@ -27,11 +26,7 @@ class TestPhrases(SpeculatorConformance):
 
     @pytest.fixture(autouse=True)
     def _options(self, file: str) -> None:
-        self.file = file
-
-    def make(self) -> Speculator[Any]:
-        """A speculator with the phrases of the file."""
-        return Phrases(self.spec, Options(file=self.file))
+        type(self).options = Options(file=file)
 
 
 def propose(file: str, tokens: list[int], limit: int = 8) -> list[int]:
