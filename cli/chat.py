@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -11,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import attrs
 import typer
 
+from engine.cli.api_key import KEY_VARIABLES, client_key
 from engine.cli.chat_client import CONTENT, REASONING, VISIBLE, ChatClient, Piece
 from engine.cli.errors import ServerError
 from engine.cli.opening import open_engine
-from engine.cli.options import DEMO_MODEL, KEY_VARIABLE, MODEL, OFFLINE, configured, refuse_settings, sampled
+from engine.cli.options import DEMO_MODEL, MODEL, OFFLINE, configured, refuse_settings, sampled
 from engine.core.config import Resolved
 from engine.core.errors import ConfigError, EngineError, InvalidRequestError
 
@@ -26,8 +26,6 @@ Message = dict[str, str]
 Answers = Callable[[list[Message]], Generator[Piece]]
 """Answers the last of some messages, piece by piece."""
 HELP = "/reset forgets the conversation, /exit ends it (as Ctrl-D does), Ctrl-C stops an answer."
-KEY_VARIABLES = (KEY_VARIABLE, "OPENAI_API_KEY")
-"""Environment variables that give the key for --url; the first that is set counts."""
 MODEL_ORIGINS = (DEMO_MODEL, MODEL.upper(), "--model", "--set")
 """Origins of model.path that may name a model of a server."""
 
@@ -58,7 +56,7 @@ def chat(
     interactive = sys.stdin.isatty()
     lines = prompted_lines() if interactive else piped_lines()
     if url is not None:
-        answers, title = remote(url, _key(api_key), resolved, sampling)
+        answers, title = remote(url, client_key(api_key), resolved, sampling)
         if interactive:
             typer.echo(f"{title}\n{HELP}")
         converse(answers, lines, system, forgiving=interactive)
@@ -106,14 +104,6 @@ def _only_model(client: ChatClient) -> str:
         return models[0]
     listed = f"the server has the models {', '.join(models[:20])}" if models else "the server lists no model"
     raise InvalidRequestError(f"{listed}; name one as MODEL", "model")
-
-
-def _key(given: str | None) -> str:
-    """The key from the option or the environment, where the server's variable may list several; empty: none."""
-    if given is not None:
-        return given
-    found = next((value for name in KEY_VARIABLES if (value := os.environ.get(name, ""))), "")
-    return found.partition(",")[0].strip()
 
 
 def converse(answers: Answers, lines: Iterator[str], system: str = "", *, forgiving: bool = False) -> None:

@@ -84,7 +84,7 @@ class ChatClient:
         with self._answer("/chat/completions", json.dumps(body).encode()) as response:
             for chunk in _chunks(response):
                 if "error" in chunk:
-                    raise ServerError(f"the server ended the answer: {_sentence(chunk)}")
+                    raise ServerError(f"the server ended the answer: {error_sentence(chunk)}")
                 for choice in _objects(chunk.get("choices")):
                     delta = choice.get("delta") or choice.get("message")
                     if isinstance(delta, dict):
@@ -220,7 +220,7 @@ def _refusal(error: urllib.error.HTTPError) -> InvalidRequestError | ServerError
     except (OSError, http.client.HTTPException):
         body = b""
     try:
-        said = _sentence(json.loads(body))
+        said = error_sentence(json.loads(body))
     except ValueError:
         said = body.decode(errors="replace").strip()
     text = f"{status}: {_shortened(said or error.reason)}"
@@ -229,11 +229,11 @@ def _refusal(error: urllib.error.HTTPError) -> InvalidRequestError | ServerError
     return InvalidRequestError(text) if error.code < 500 else ServerError(text)
 
 
-def _sentence(body: Any) -> str:
+def error_sentence(body: Any) -> str:
     """The message of an error response, whatever shape the server gives it."""
     for key in ("error", "message", "detail"):
         if isinstance(body, dict) and body.get(key):
-            return _sentence(body[key])
+            return error_sentence(body[key])
     return _shortened(body if isinstance(body, str) else json.dumps(body))
 
 

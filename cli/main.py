@@ -53,6 +53,10 @@ BUILTINS = {
     "quantize": Builtin("quantize:quantize", "Write a quantized copy of a checkpoint, layer by layer."),
     "bench": Builtin("bench:app", "Measure speed on this machine."),
     "profile": Builtin("profile:app", "See where time and memory go."),
+    "top": Builtin(
+        "top.command:top",
+        "Watch a running server: requests, tokens, latencies, KV cache, phases of a step, roofline, processes.",
+    ),
     "config": Builtin("config:app", "Show the settings and the origin of each."),
     "plugins": Builtin("plugins:app", "List and check the installed plugins."),
 }

@@ -1,4 +1,10 @@
 """Triton and C kernels by topic. They take and return plain tensors, and import nothing else of the engine."""
 
+import os
+
 if __name__ != "engine.ops":
     raise ImportError("import this package as engine.ops (pip install -e . maps it)")
+
+# Read when Triton compiles a kernel. All are measured and tested with multiplications and additions fused, which Triton
+# 3.10 no longer does unless told; 3.9 warns of that in each process.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

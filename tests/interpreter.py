@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter do what it does for every call in a kernel once per launch, or not at all."""
+"""Makes Triton's interpreter quicker: what it does for every call in a kernel is done once per launch or never."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def quicken() -> None:
         return
     interpreter._patch_lang = prepare_once(interpreter)
     interpreter._get_np_dtype = remember_dtypes(interpreter)
+    compare_to_bits(interpreter)
     # What it computes to check for overflow goes into assertions, which hold only where kernels are debugged.
     assert not interpreter.interpreter_builder.options.debug
     object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
@@ -62,3 +63,15 @@ def remember_dtypes(interpreter: Any) -> Callable[..., Any]:
         return known[name]
 
     return get_np_dtype
+
+
+def compare_to_bits(interpreter: Any) -> None:
+    """Give the results of comparisons the type of a bit, not that of what is compared.
+
+    In Triton 3.9 a mask has integers else, where one of its parts is the comparison of two scalars, and is refused.
+    """
+    builder, handle, bit = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.tl.int1
+    for name in dir(builder):
+        if name.startswith(("create_icmp", "create_fcmp")):
+            compare = getattr(builder, name)
+            setattr(builder, name, lambda self, lhs, rhs, of=compare: handle(of(self, lhs, rhs).data, bit))

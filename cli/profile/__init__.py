@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import typer
 
-from engine.cli.profile import allocations, flame, phases, stacks, syscalls, trace
+from engine.cli.profile import allocations, flame, layers, phases, stacks, syscalls, trace
 
 app = typer.Typer(help="See where time and memory go.", no_args_is_help=True, callback=lambda: None)
 app.command()(trace.trace)
+app.command()(layers.layers)
 app.command()(phases.phases)
 app.command()(flame.flame)
 app.command()(stacks.stacks)

@@ -11,10 +11,10 @@ import typer
 
 from engine.cli.bench.load import say
 from engine.cli.bench.report import Json, Row, report, write
+from engine.cli.metrics.scrape import Interval, scrape
+from engine.cli.metrics.shares import WHAT, PhaseShare, counts, of_request, of_step, three_shares
 from engine.cli.opening import located
 from engine.cli.options import configured, refuse_settings
-from engine.cli.profile.scrape import Interval, scrape
-from engine.cli.profile.shares import WHAT, PhaseShare, counts, of_request, of_step, three_shares
 from engine.cli.profile.target import Pid, Url, is_local, processes_of
 from engine.cli.tables import print_table
 from engine.core.config import Resolved
@@ -112,7 +112,7 @@ def _finish(
     if not any(row.process == "front end" for row in request):
         say("the front ends do not measure their phases; start the server with --set server.phase_times=true")
     if shares is None:
-        say("without these, and without the processes on this machine, the share of HTTP is not known")
+        say("without these, and without /proc on the server's machine, the share of HTTP is not known")
     else:
         rows = [(name, f"{share:.1%}", f"{REPORTED[name]} %") for name, share in shares.shares.items()]
         print_table(("share", "here", "reported for vLLM 0.6"), rows, title="HTTP, scheduling, device")

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
         count_unloaded as count_unloaded,
         module_name as module_name,
     )
+    from engine.core.profiling.layer_table import LayerTable as LayerTable, make_layer_table as make_layer_table
     from engine.core.profiling.live import StepKind as StepKind, StepMeter as StepMeter, StepWork as StepWork
     from engine.core.profiling.peaks import find_peaks as find_peaks
+    from engine.core.profiling.rank_layers import LayerRow as LayerRow, RankLayers as RankLayers
     from engine.core.profiling.step_shape import (
         StepShape as StepShape,
         visible_keys as visible_keys,
@@ -37,12 +39,20 @@ __getattr__, __dir__, __all__ = exports(
         "count_unloaded",
         "module_name",
     ),
+    layer_table=(
+        "LayerTable",
+        "make_layer_table",
+    ),
     live=(
         "StepKind",
         "StepMeter",
         "StepWork",
     ),
     peaks=("find_peaks",),
+    rank_layers=(
+        "LayerRow",
+        "RankLayers",
+    ),
     step_shape=(
         "StepShape",
         "visible_keys",

@@ -45,8 +45,8 @@ def count_model(layers: LayerFactory, layout: CacheLayout) -> ModelCost:
     those in the checkpoint. layout: the cache groups of the rank.
     """
     counter = _Counter(layers)
-    for number, (name, _) in layers.attentions.items():
-        counter.attention(name or f"layers.{number}.attention", layout.groups[layout.places[number][0]].spec)
+    for number in layers.attentions:
+        counter.attention(attention_name(layers, number), layout.groups[layout.places[number][0]].spec)
     unnamed = set(range(len(layout.places))) - layers.attentions.keys()
     for state in layout.states:
         from engine.core.attention.state_pool import StatePool
@@ -56,7 +56,7 @@ def count_model(layers: LayerFactory, layout: CacheLayout) -> ModelCost:
             counter.state(f"layers.{number}.state", size)
     for group in layout.groups:  # layers of a model's own, which call the backend
         for number in unnamed.intersection(group.layers):
-            counter.attention(f"layers.{number}.attention", group.spec)
+            counter.attention(attention_name(layers, number), group.spec)
     for layer in layers.layers:
         counter.layer(layer)
     return ModelCost(modules=tuple(counter.modules), uncounted=tuple(counter.uncounted))
@@ -117,17 +117,32 @@ def module_name(layer: Layer) -> str:
     return merged_name(dict.fromkeys(names)) if names else ""
 
 
+def counted_name(layers: LayerFactory, layer: Layer) -> str:
+    """The name under which `count_model` counts a layer of this factory."""
+    if isinstance(layer, LMHead):
+        own = [name for name, tied in layers.tied.items() if tied == layer.table.name]
+        return own[0].removesuffix(".weight") if own else module_name(layer)
+    return module_name(layer) or type(layer).__name__
+
+
+def attention_name(layers: LayerFactory, number: int) -> str:
+    """The name under which `count_model` counts the attention of a decoder layer."""
+    name = layers.attentions[number][0] if number in layers.attentions else ""
+    name = name or f"layers.{number}.attention"
+    return name if name.endswith(".attention") else f"{name}.attention"
+
+
 class _Counter:
     """Collects the modules of one rank."""
 
     def __init__(self, layers: LayerFactory) -> None:
         self.modules: list[ModuleCost] = []
         self.uncounted: list[str] = []
+        self._layers = layers
         self._ranks = layers.ranks
         self._itemsize = torch_dtype(layers.dtype).itemsize
         self._tied = set(layers.tied.values())
         self._head_tables = {id(layer.table) for layer in layers.layers if isinstance(layer, LMHead)}
-        self._heads = {name.removesuffix(".weight"): table for name, table in layers.tied.items()}
         self._head_linears = {id(linear) for linear in layers.head_linears}
 
     def attention(self, name: str, spec: AttentionSpec) -> None:
@@ -137,7 +152,7 @@ class _Counter:
         kv = sum(spec.numbers_per_token)
         self.modules.append(
             ModuleCost(
-                name=f"{name}.attention" if not name.endswith(".attention") else name,
+                name=name,
                 kind="attention",
                 window=window,
                 flops_per_pair=2 * heads * spec.head_dim + 2 * values,
@@ -208,10 +223,9 @@ class _Counter:
     def _lm_head(self, layer: LMHead) -> None:
         table = layer.table
         numbers = table.rows * table.shape[1]
-        own = [name for name, tied in self._heads.items() if tied == table.name]
         self.modules.append(
             ModuleCost(
-                name=own[0] if own else module_name(layer),
+                name=counted_name(self._layers, layer),
                 kind="lm_head",
                 rows="sampled",
                 weight_bytes=numbers * self._itemsize,
@@ -246,7 +260,7 @@ class _Counter:
         """A layer of which only the weights count: norms of heads are a part of the attention's kernel."""
         size = layer.nbytes or stored_bytes(layer, self._ranks)
         if size:
-            name = module_name(layer) or type(layer).__name__
+            name = counted_name(self._layers, layer)
             self.modules.append(ModuleCost(name=name, kind=kind, weight_bytes=size))
 
     def _weights(self, layer: Linear | Experts, plain: int, numbers: int) -> tuple[int, bool]:

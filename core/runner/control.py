@@ -13,6 +13,7 @@ from attrs import define
 from engine.core.device import DeviceInfo
 from engine.core.errors import ControlError, EngineError, ExecutorError, near_misses
 from engine.core.runner.device_state import DeviceState
+from engine.core.runner.layer_profile import LayerProfile, ReadLayers, StartLayers, StopLayers
 from engine.core.runner.memory_history import MemoryHistory, RecordMemory, SnapshotMemory
 from engine.core.runner.step_trace import StartTrace, StepTrace, StopTrace
 
@@ -27,6 +28,7 @@ class Rank:
     state: DeviceState
     memory: MemoryHistory
     trace: StepTrace
+    layers: LayerProfile
 
 
 class Operation(NamedTuple):
@@ -53,11 +55,28 @@ def describe(rank: Rank, arguments: NoArguments) -> dict[str, Any]:
     }
 
 
+def start_trace(rank: Rank, arguments: StartTrace) -> None:
+    """Begin to record the steps, unless their layers are profiled."""
+    if rank.layers.running:
+        raise ControlError("the layers are profiled, which has torch.profiler to itself; stop that first")
+    rank.trace.start(arguments)
+
+
+def start_layers(rank: Rank, arguments: StartLayers) -> None:
+    """Begin to profile the layers, unless the steps are recorded."""
+    if rank.trace.running:
+        raise ControlError("a trace is recorded, which has torch.profiler to itself; stop that first")
+    rank.layers.start(arguments)
+
+
 OPERATIONS: Mapping[str, Operation] = {
     "describe": Operation(NoArguments, describe),
     "record_memory": Operation(RecordMemory, lambda rank, given: rank.memory.record(given)),
-    "start_trace": Operation(StartTrace, lambda rank, given: rank.trace.start(given)),
+    "start_trace": Operation(StartTrace, start_trace),
     "stop_trace": Operation(StopTrace, lambda rank, given: rank.trace.stop(given)),
+    "start_layers": Operation(StartLayers, start_layers),
+    "stop_layers": Operation(StopLayers, lambda rank, given: msgspec.to_builtins(rank.layers.stop(given))),
+    "read_layers": Operation(ReadLayers, lambda rank, given: msgspec.to_builtins(rank.layers.read(given))),
     "memory_snapshot": Operation(SnapshotMemory, lambda rank, given: rank.memory.write(given, rank.rank)),
 }
 

@@ -7,6 +7,7 @@ same sequences follow each other, the host sends nothing but newly assigned bloc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -261,11 +262,28 @@ class DecodeGraphs:
         return sampled
 
     @torch.inference_mode()
-    def _capture(self, size: int, path: SamplingPath) -> _Graph:
-        """Capture the decode step of a batch of padding rows."""
+    def run_without_graph(self, size: int, path: SamplingPath, within: AbstractContextManager[object]) -> None:
+        """Run what the graph of a batch size and a path holds kernel by kernel, for padding rows: no sequence advances.
+
+        within: entered for these kernels and no others. Must not be called while a step is in flight. Raises KeyError
+        if there is no such graph.
+        """
+        run = self._graphs[size, path.name].run
+        self._pad(size)
+        with within:
+            self._step(run, size, path)
+        self._num_replays.fill_(self._num_replays_launched)
+
+    def _pad(self, size: int) -> None:
+        """Fill a batch with padding rows."""
         self.invalidate()
         self._rows[:size].fill_(self._persistent_batch.padding_row)
         self._positions[:size].zero_()
+
+    @torch.inference_mode()
+    def _capture(self, size: int, path: SamplingPath) -> _Graph:
+        """Capture the decode step of a batch of padding rows."""
+        self._pad(size)
         batch = self._batch(size)
         run = self._state.graph_pass(batch, GraphSlot(num_sequences=size))
         replay, logits = self._capturer.capture(lambda: self._step(run, size, path), self._warm_up(size, path))

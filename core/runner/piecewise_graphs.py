@@ -7,6 +7,7 @@ the number of tokens. A layer then costs the host one replay and one call of the
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -141,22 +142,37 @@ class PiecewiseGraphs:
             q, k, v, out = (tensor[:count] for tensor in (call.q, call.k, call.v, call.out))
             group.attention.forward_into(call.layer, q, k, v, group.plan, out)
 
+    @torch.inference_mode()
+    def run_without_graphs(
+        self, count: int, within: AbstractContextManager[object], on_break: Callable[[], None]
+    ) -> None:
+        """Run what the graphs of a number of tokens hold kernel by kernel, for padding tokens; attention is left out.
+
+        within: entered for these kernels and no others. on_break: called where a graph ends and the next begins. Must
+        not be called while a step is in flight.
+        """
+        fixed = (self._tokens, self._positions, *self._slots)
+        for tensor, padding in zip(fixed, self._padding, strict=True):
+            tensor[:count].fill_(padding)
+        run = self._state.unplanned_pass(self._batch(count))
+        with within:
+            self._forward(run, [], on_break)
+
     def _capture(self, count: int) -> _CapturedStep:
-        batch = self._batch(count)
-        run = self._state.unplanned_pass(batch)
+        run = self._state.unplanned_pass(self._batch(count))
         calls: list[_AttentionCall] = []
-
-        def work(break_graph: Callable[[], None]) -> torch.Tensor:
-            calls.clear()  # of the warm-up
-            breaks: list[Any] = [
-                _GraphBreak(break_graph, calls, number, group.pool.output_dim)
-                for number, group in enumerate(self._state.groups)
-            ]
-            groups = tuple(evolve(own, attention=one) for own, one in zip(run.groups, breaks, strict=False))
-            return self._model.forward(evolve(run, attention=breaks[0], groups=groups))
-
-        segments, hidden = self._capturer.capture_segments(work)
+        segments, hidden = self._capturer.capture_segments(lambda break_graph: self._forward(run, calls, break_graph))
         return _CapturedStep(segments, calls, weak_ref_tensor(hidden))
+
+    def _forward(self, run: ForwardPass, calls: list[_AttentionCall], break_graph: Callable[[], None]) -> torch.Tensor:
+        """The forward pass, with a graph break in place of each attention. calls: to be filled."""
+        calls.clear()  # of the warm-up
+        breaks: list[Any] = [
+            _GraphBreak(break_graph, calls, number, group.pool.output_dim)
+            for number, group in enumerate(self._state.groups)
+        ]
+        groups = tuple(evolve(own, attention=one) for own, one in zip(run.groups, breaks, strict=False))
+        return self._model.forward(evolve(run, attention=breaks[0], groups=groups))
 
     def _batch(self, count: int) -> ForwardBatch:
         """The batch that a model sees during the capture."""

@@ -15,6 +15,7 @@ from engine.core.host import Host
 from engine.core.plugin_host.faults import name_fault
 from engine.core.plugin_host.selection import Parts
 from engine.core.runner.control import Control, Rank
+from engine.core.runner.layer_profile import LayerProfile
 from engine.core.runner.memory_history import MemoryHistory
 from engine.core.runner.start import RunnerStart
 from engine.core.runner.step import PendingStep, StepLauncher
@@ -60,6 +61,8 @@ class Runner:
         Raises CheckpointError or CapacityError.
         """
         self._launcher, cache = self._start.run(phases or Phases())
+        layers, layout = self._start.layers, self._start.layout
+        assert layers is not None, "the start makes the layers"
         self._control = Control(
             Rank(
                 rank=self._group.rank,
@@ -68,6 +71,7 @@ class Runner:
                 state=self._launcher.state,
                 memory=MemoryHistory(self.device),
                 trace=StepTrace(self._group.rank, self.device, self._launcher),
+                layers=LayerProfile(self._group.rank, self.device, self._launcher, layers, layout, self._group),
             )
         )
         return cache

@@ -104,8 +104,11 @@ class RunnerStart:
         kv_dtype = resolve_kv_dtype(config, self._dtype, checkpoint.config, parts.quant, device)
         shape = (self._model_spec, config, self._dtype, max_len(config, self._model_spec), kv_dtype, ranks)
         self._spec = attention_spec(*shape)
-        self._layout = cache_layout(*shape)
-        self._attention = self.checks.attention(parts.attention, self._layout)
+        self.layout = cache_layout(*shape)
+        """Which layers share block tables."""
+        self._attention = self.checks.attention(parts.attention, self.layout)
+        self.layers: LayerFactory | None = None
+        """The factory that made the model's layers, once the model is made."""
 
     @torch.inference_mode()
     def run(self, phases: Phases) -> tuple[StepLauncher, CacheInfo]:
@@ -116,6 +119,7 @@ class RunnerStart:
             if self._device.type == "cpu":
                 free //= self._group.ranks  # all ranks share the host's memory
             model, layers = self._build_model()
+            self.layers = layers
         with phases.phase("weights"):
             self._load_weights(layers, phases)
         kv_scales = find_kv_scales(self._spec, layers.kv_scales)
@@ -145,7 +149,7 @@ class RunnerStart:
                 " use a lower --memory-fraction, --kv-memory or --max-running"
             ) from error
         first_uses = FirstUses(counts_kernels=self._fused and self._device.type == "cuda", decode_graphs=graphs.decode)
-        cost = count_model(layers, self._layout).condensed()
+        cost = count_model(layers, self.layout).condensed()
         return StepLauncher(self._device, state, graphs, first_uses), self._cache_info(plan, num_blocks, phases, cost)
 
     def _build_model(self) -> tuple[Model, LayerFactory]:
@@ -160,7 +164,7 @@ class RunnerStart:
             quant=quant,
             group=self._group,
             fused=self._fused,
-            cache=self._layout,
+            cache=self.layout,
             owners={point: parts.owner(point) for point in ("quant", "models")},
             stored=self._source.names,
             expert_parallel=self._config.executor.expert_parallel,
@@ -211,7 +215,7 @@ class RunnerStart:
         """Peak bytes of one step of `tokens` prompt tokens, run on a device state of its own, which is then freed."""
         prompts, rest = divmod(tokens, self._spec.max_len)
         lengths = [self._spec.max_len] * prompts + ([rest] if rest else [])
-        step = prompt_step(lengths, self._layout.kinds, self._spec.block_size)
+        step = prompt_step(lengths, self.layout.kinds, self._spec.block_size)
         state = self._make_state(model, sum(len(blocks) for _, blocks in step.blocks), kv_scales)
         torch.cuda.reset_peak_memory_stats(self._name)
         before = torch.cuda.memory_allocated(self._name)
@@ -229,20 +233,20 @@ class RunnerStart:
         return plan_memory(
             self._config,
             self._spec.max_len,
-            self._layout.kinds,
+            self.layout.kinds,
             budget=int(free * share),
             weights=weights,
             activations=activations,
             kernels=kernels,
-            states=self._layout.state_bytes(self._config.scheduler.max_running),
-            bytes_per_block=self._layout.bytes_per_block,
+            states=self.layout.state_bytes(self._config.scheduler.max_running),
+            bytes_per_block=self.layout.bytes_per_block,
             penalties=TokenCounts.max_bytes(self._model_spec.vocab_size, self._config.scheduler.max_running),
         )
 
     def _make_state(self, model: Model, num_blocks: int, kv_scales: tuple[KVScales, ...]) -> DeviceState:
         """The caches, with `num_blocks` blocks, and all else that is kept between steps."""
         max_running, device = self._config.scheduler.max_running, torch.device(self._name)
-        options, layout = self._parts.options["attention"], self._layout
+        options, layout = self._parts.options["attention"], self.layout
         pools = layout.make_pools(num_blocks, self._name, kv_scales)
         groups = []
         for group, pool in zip(layout.groups, pools, strict=True):
@@ -293,10 +297,10 @@ class RunnerStart:
             hidden_size=self._model_spec.hidden_size,
             dtype=torch_dtype(self._dtype),
             fused=self._fused,
-            windows=[kind.window for kind in self._layout.kinds for _ in range(kind.groups)],
+            windows=[kind.window for kind in self.layout.kinds for _ in range(kind.groups)],
         )
         decode.capture_all(lambda done, total: phases.progress(done, total, "decode graphs"))
-        if self._config.executor.graphs == "decode" or self._layout.states:  # a state is computed by sequence
+        if self._config.executor.graphs == "decode" or self.layout.states:  # a state is computed by sequence
             return StepGraphs(decode=decode)
         piecewise = PiecewiseGraphs(
             state, capturer, max_batch_tokens=scheduler.max_batch_tokens, device=torch.device(self._name)
@@ -316,15 +320,15 @@ class RunnerStart:
         return CacheInfo(
             num_blocks=num_blocks,
             block_size=self._spec.block_size,
-            kinds=self._layout.kinds,
-            states=sum(len(group.layers) for group in self._layout.states),
+            kinds=self.layout.kinds,
+            states=sum(len(group.layers) for group in self.layout.states),
             state_bytes=plan.states,
             blocks_per_context=plan.blocks_per_context,
             weights_bytes=plan.weights,
             activation_bytes=plan.activations,
             penalty_bytes=plan.penalties,
             kernel_bytes=plan.kernels,
-            kv_bytes=num_blocks * self._layout.bytes_per_block,
+            kv_bytes=num_blocks * self.layout.bytes_per_block,
             budget_bytes=plan.budget,
             device=f"{self._name} ({self._device.name})" if self._device.name else self._name,
             dtype=self._dtype,

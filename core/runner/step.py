@@ -74,6 +74,7 @@ class StepLauncher:
     ) -> None:
         """first_uses: counts what the launched steps compile and capture; None: nothing does."""
         self.state = state
+        self.graphs = graphs
         self._first_uses = first_uses
         self._device = device
         self._decode_graphs = graphs.decode

@@ -52,6 +52,11 @@ class StepTrace:
         self._profile: Any = None
         self._nvtx = False
 
+    @property
+    def running(self) -> bool:
+        """Whether steps are being recorded."""
+        return self._spans is not None
+
     def start(self, arguments: StartTrace) -> None:
         """Begin to record. Raises ControlError if it is recorded already, or if the directory is not there."""
         if self._spans is not None:
@@ -68,7 +73,8 @@ class StepTrace:
 
     def stop(self, arguments: StopTrace) -> None:
         """End the recording and write it. Raises ControlError if there is none, or if it cannot be written."""
-        self._launcher.observe(None)
+        if self._spans is not None:
+            self._launcher.observe(None)
         spans, self._spans = self._spans, None
         profile, self._profile = self._profile, None
         if profile is not None:

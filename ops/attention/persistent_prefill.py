@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from engine.ops.attention.common import capped, score_factor
+from engine.ops.common import gluon_copies
 from engine.ops.common.launch import dependent_launch, num_sms, release, wait
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _copy_queries(q, q_stride, part, row, tokens, head, GROUP_SIZE: gl.constexpr
     for begin in gl.static_range(0, BLOCK_M, _COPIED_ROWS):
         rows = begin + gl.arange(0, _COPIED_ROWS, gl.SliceLayout(1, layout))
         offs = (row + rows // GROUP_SIZE).to(gl.int64) * q_stride + (head * GROUP_SIZE + rows % GROUP_SIZE) * HEAD_DIM
-        async_copy.async_copy_global_to_shared(
+        gluon_copies.load(
             part.slice(begin, _COPIED_ROWS),
             q + gl.expand_dims(offs, 1) + columns,
             mask=gl.expand_dims(rows < tokens * GROUP_SIZE, 1),
@@ -107,13 +108,13 @@ def _copy_block(
     if WINDOWED:
         whole = whole & (start_n >= first_key)
     if whole:
-        async_copy.async_copy_global_to_shared(runs, pointers)
+        gluon_copies.load(runs, pointers)
     else:
         places = gl.expand_dims(positions, 1) + rows
         inside = places < end
         if WINDOWED:
             inside = inside & (places >= first_key)
-        async_copy.async_copy_global_to_shared(runs, pointers, mask=gl.expand_dims(inside, 2))
+        gluon_copies.load(runs, pointers, mask=gl.expand_dims(inside, 2))
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from engine.ops.common import gluon_copies
 from engine.ops.common.launch import dependent_launch, num_sms, release, wait
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.ops.gemm.split_k import add_others, is_last
@@ -42,8 +43,8 @@ def _fetch(x, weight, x_stages, weight_stages, filled, stage, begin_m, begin_n, 
     """Start loading a stage's tiles of x and W. The stage's barrier completes when they have arrived."""
     barrier = filled.index(stage)
     mbarrier.expect(barrier, x.block_type.nbytes + weight.block_type.nbytes, pred=pred)
-    tma.async_copy_global_to_shared(x, [begin_m, start], barrier, x_stages.index(stage), pred=pred)
-    tma.async_copy_global_to_shared(weight, [begin_n, start], barrier, weight_stages.index(stage), pred=pred)
+    gluon_copies.tma_load(x, [begin_m, start], barrier, x_stages.index(stage), pred=pred)
+    gluon_copies.tma_load(weight, [begin_n, start], barrier, weight_stages.index(stage), pred=pred)
 
 
 @gluon.jit
@@ -71,7 +72,7 @@ def _send(out, pieces, values, begin_m, begin_n, NUMBER: gl.constexpr):
     tma.store_wait(1)
     piece.store(values)
     fence_async_shared()
-    tma.async_copy_shared_to_global(out, [begin_m, begin_n + NUMBER * out.block_shape[1]], piece)
+    gluon_copies.tma_store(out, [begin_m, begin_n + NUMBER * out.block_shape[1]], piece)
 
 
 @gluon.jit

@@ -92,7 +92,7 @@ class Connection(HttpProtocol):
         if self.full or self.transport.is_closing():
             self._check_reader(now)
         elif self._discarding or (self._is_answering() and (not self._in_body or self.pipeline)):
-            pass  # nothing that the client sends is waited for
+            self.check_paused()  # nothing that the client sends is waited for
         elif self._in_body:
             if seconds > limits.body_timeout:
                 self._time_out("body_timeout", "the request's body", limits.body_timeout)
@@ -103,14 +103,6 @@ class Connection(HttpProtocol):
             self.transport.close()
 
     # --- called by the responses ---
-
-    def write_chunk(self, data: bytes) -> None:
-        """Write a part of the body as ASGI's `send` would; only between the start and the end of a response.
-
-        A body without Content-Length is sent in chunks (RFC 9112, section 7.1).
-        """
-        if not self.transport.is_closing():
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data)
 
     def when_writable(self, listener: Callable[[], None] | None) -> None:
         """Call `listener` whenever the client has caught up; None: call nothing."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import select
 from collections import deque
 from http import HTTPStatus
 from typing import Any
@@ -22,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from engine.server.front_end import access_log
 from engine.server.front_end.errors import ApiError, body_of
+from engine.server.front_end.peer import enable_keepalive, has_hung_up, has_shut_down
 
 LINGER_SECONDS = 5.0
 """Seconds in which a refused client may finish sending."""
@@ -30,6 +30,9 @@ UNREAD_BODY = 64 * 2**10
 MIN_CHECK, MAX_CHECK = 0.01, 5.0
 """Seconds between two checks for a half-closed client that has left; doubled each time."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+EVENT_STREAM = b"text/event-stream"
+COMMENT = b":\n\n"
+"""An empty comment between server-sent events."""
 TLS_HANDSHAKE = b"\x16\x03"
 INVALID_TARGET = "the target of the request is not a valid path; percent-encode special characters"
 
@@ -57,7 +60,20 @@ class HttpProtocol(HttpToolsProtocol):
         """Whether everything that the client still sends is ignored."""
         self._repeating_head = False
         """Whether the parser reads a head again: _replace_parser."""
+        self._streams_events = False
+        """Whether the response being sent consists of server-sent events."""
         self._timer: asyncio.TimerHandle | None = None
+        """Ends the lingering close."""
+        self._next_check: asyncio.TimerHandle | None = None
+        """The next _check_client; None: the client is not checked."""
+
+    def write_chunk(self, data: bytes) -> None:
+        """Write a part of the body as ASGI's `send` would; only between the start and the end of a response.
+
+        A body without Content-Length is sent in chunks (RFC 9112, section 7.1).
+        """
+        if not self.transport.is_closing():
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data)
 
     def refuse(self, error: ApiError) -> None:
         """Answer a malformed request, after the requests before it, and close the connection."""
@@ -91,7 +107,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Answer what a half-closed client has sent; None closes the connection.
 
         Nothing distinguishes a client that only shuts down its side from one that closes the connection, except how
-        its kernel answers when something is sent. So an interim response is sent, which clients ignore.
+        its kernel answers when something is sent: see _probe.
         """
         if self._discarding or self.transport.is_closing():
             return None
@@ -101,8 +117,20 @@ class HttpProtocol(HttpToolsProtocol):
         if answered is None or self.scheme == "https":  # TLS has no half-closed connections
             return None
         (self._queued[-1] if self._queued else answered).keep_alive = False
-        self._check_client(MIN_CHECK)
+        self._begin_checks()
         return True
+
+    def check_paused(self) -> None:
+        """Begin to check a client that has shut down or closed the connection while reading is paused.
+
+        Called periodically. Reading is paused while requests wait for the response to an earlier one.
+        """
+        if not (self.flow.read_paused and has_shut_down(self.transport)):
+            return
+        if self.scheme == "https":  # TLS has no half-closed connections
+            self.transport.abort()
+        else:
+            self._begin_checks()
 
     def on_message_begin(self) -> None:
         if not self._repeating_head:
@@ -137,8 +165,9 @@ class HttpProtocol(HttpToolsProtocol):
         for cycle in self._queued if self._current is None else (*self._queued, self._current):
             cycle.disconnected = True
             cycle.message_event.set()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._next_check):
+            if timer is not None:
+                timer.cancel()
 
     def _parse(self, data: bytes) -> None:
         """Parse what the client has sent. Ignores offers of another protocol: Java's client, for one, offers HTTP/2."""
@@ -167,7 +196,7 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._queued or self._queued[0].scope is not scope:  # refused before its turn
             return
         cycle = self._current = self._queued.popleft()
-        plain = False
+        self._streams_events = plain = False
 
         async def send_message(message: Message) -> None:
             nonlocal plain
@@ -175,6 +204,7 @@ class HttpProtocol(HttpToolsProtocol):
                 headers = dict(message.get("headers", ()))
                 if cycle.more_body and b"connection" not in headers and _unread_bytes(cycle) > UNREAD_BODY:
                     message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+                self._streams_events = headers.get(b"content-type", b"").startswith(EVENT_STREAM)
                 plain = scope["http_version"] == "1.0" and b"content-length" not in headers
                 if plain:
                     cycle.chunked_encoding = self.chunked = False
@@ -215,17 +245,35 @@ class HttpProtocol(HttpToolsProtocol):
             return self._queued[0] if self._queued else None
         return current
 
+    def _begin_checks(self) -> None:
+        """Begin to check whether a half-closed client has left, if that has not begun."""
+        if self._next_check is None:
+            enable_keepalive(self.transport)
+            self._check_client(MIN_CHECK)
+
     def _check_client(self, seconds: float) -> None:
         """Close the connection once a half-closed client has left; checks again after `seconds`."""
+        self._next_check = None
         answered = self._answered()
         if self.transport.is_closing() or answered is None:
             return
-        if _hung_up(self.transport):
+        if has_hung_up(self.transport):
             self.transport.abort()
             return
-        if not answered.response_started and answered.scope["http_version"] == "1.1":
-            self.transport.write(CONTINUE)
-        self._timer = self.loop.call_later(seconds, self._check_client, min(2 * seconds, MAX_CHECK))
+        self._probe(answered)
+        self._next_check = self.loop.call_later(seconds, self._check_client, min(2 * seconds, MAX_CHECK))
+
+    def _probe(self, answered: RequestResponseCycle) -> None:
+        """Send what clients ignore, which a reset answers if the client has closed the connection.
+
+        Nothing can be sent before a response by HTTP/1.0, for which TCP keepalive remains, nor within a JSON body,
+        whose parts follow each other immediately.
+        """
+        if not answered.response_started:
+            if answered.scope["http_version"] == "1.1":
+                self.transport.write(CONTINUE)
+        elif self._streams_events and not self.transport.get_write_buffer_size():
+            self.write_chunk(COMMENT)
 
     def _error_response(self, error: ApiError, broken: RequestResponseCycle | None) -> bytes:
         """A whole response, for a request that the application does not answer.
@@ -272,10 +320,3 @@ def _unread_bytes(cycle: RequestResponseCycle) -> float:
     """Upper bound of the bytes that the client has yet to send."""
     lengths = [value for name, value in cycle.scope["headers"] if name == b"content-length"]
     return int(lengths[0]) if lengths else float("inf")
-
-
-def _hung_up(transport: asyncio.Transport) -> bool:
-    """Whether the peer has closed the connection in both directions."""
-    poll = select.poll()
-    poll.register(transport.get_extra_info("socket").fileno(), 0)  # errors and hang-ups are always reported
-    return bool(poll.poll(0))

@@ -9,7 +9,7 @@ from typing import TypeVar
 from engine.server.metrics.definition import Metric, series
 from engine.server.metrics.exposition import label_pairs, write
 from engine.server.metrics.metric_list import REPLICA_METRICS
-from engine.server.metrics.processes import read_processes
+from engine.server.metrics.processes import ProcessReader
 from engine.server.metrics.reports import EngineReport, ReplicaReport, Route, ServerReport
 from engine.server.metrics.server_metrics import HTTP_METRICS, PROCESS_METRICS, SERVER_METRICS
 from engine.server.shared.metrics_table import MetricsTable
@@ -40,7 +40,7 @@ class PrometheusExporter:
         self._max_len = max_len
         self._names = names
         self._routes = routes
-        self._supervisor = os.getppid()
+        self._processes = ProcessReader(os.getppid())
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -50,9 +50,7 @@ class PrometheusExporter:
             for number, (engine, requests) in enumerate(zip(engines, total.replicas, strict=True))
         ]
         server = ServerReport(counts=total, routes=self._routes())
-        found = read_processes(
-            self._supervisor, (row.pid for row in self._metrics.rows), (engine.pid for engine in engines)
-        )
+        found = self._processes.read((row.pid for row in self._metrics.rows), (engine.pid for engine in engines))
         processes = [((("process", process.role), ("number", process.number)), process) for process in found]
         parts = [self._text(metric, replicas) for metric in REPLICA_METRICS]
         parts += [self._text(metric, [((self._model,), server)]) for metric in SERVER_METRICS]

@@ -25,6 +25,7 @@ HEAVY = ("torch", "transformers", "fastapi", "uvicorn", "zmq", "numpy", "safeten
         ["serve", "--help"],
         ["bench", "--help"],
         ["quantize", "--help"],
+        ["top", "--help"],
         ["--version"],
     ],
     ids=" ".join,
@@ -49,7 +50,7 @@ def test_the_script_runs() -> None:
 def test_help_lists_every_command(run: Any) -> None:
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("serve", "generate", "chat", "quantize", "bench", "config", "plugins"):
+    for command in ("serve", "generate", "chat", "quantize", "bench", "top", "config", "plugins"):
         assert f" {command} " in result.stdout
 
 

@@ -21,6 +21,9 @@ import openai
 import pydantic
 import pytest
 
+from engine.cli.top.command import Watch
+from engine.cli.top.screen import lines
+from engine.cli.top.server import WatchedServer
 from engine.testing.checkpoints import CHAT_TEMPLATE
 
 pytestmark = pytest.mark.e2e
@@ -92,6 +95,29 @@ def test_chat_streamed_or_not(client: openai.OpenAI) -> None:
     assert pieces[0].choices[0].delta.role == "assistant"
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole.choices[0].message.content
     assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_top_shows_what_the_server_did_between_two_looks(server: Any, client: openai.OpenAI) -> None:
+    watch = Watch(WatchedServer(server.url), 2.0)
+    generated = "engine_generation_tokens_total"
+    before = watch.server.scrape().sum(generated)
+    watch.look()
+    for _ in range(2):
+        client.completions.create(model="tiny", prompt="once upon", max_tokens=8, temperature=0)
+    server.until(lambda: watch.server.scrape().sum(generated) == before + 16)
+    watch.look()
+    watch.server.close()
+    found = watch.figures
+    assert found is not None
+    assert found.total.first_token is not None
+    assert found.total.first_token.count == round(sum(found.total.finished.values()) * found.seconds) == 2
+    assert found.total.generated_tokens * found.seconds == pytest.approx(16)
+    assert {kind.kind for kind in found.roofline} >= {"prefill", "decode", "all"}
+    assert [one.role for one in found.processes] == ["supervisor", "front_end", "front_end", "engine"]
+    assert found.shares is not None
+    assert found.events == []
+    text = "\n".join(line.text for line in lines(watch.state(), found, 80, 24))
+    assert f"{server.url}  tiny  ok  up" in text
 
 
 class Person(pydantic.BaseModel):
@@ -398,7 +424,7 @@ def test_profiles_of_a_running_server_have_every_process(server: Any, client: op
             assert set(report["processes"]) == {*front_ends, "engine", "rank 0"}
             events = json.loads(gzip.decompress(Path(report["path"]).read_bytes()))["traceEvents"]
             names = {event["name"] for event in events}
-            assert {"outputs", "schedule", "decode 1"} <= names
+            assert {"outputs", "detokenize", "write", "schedule", "decode 1"} <= names
             assert any(name.startswith("aten::") for name in names)
             assert any(name.startswith("request cmpl-") for name in names)
         admin.post("/start_profile")

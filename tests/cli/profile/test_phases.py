@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from engine.cli.profile.scrape import Interval, Scrape
-from engine.cli.profile.shares import of_request, of_step, three_shares
+from engine.cli.metrics.scrape import Interval, Scrape
+from engine.cli.metrics.shares import of_request, of_step, three_shares
 
 ENGINE = {"schedule": 1.0, "submit": 6.0, "wait": 0.5, "commit": 1.0, "prepare": 1.0, "launch": 3.0, "sample": 1.0}
 FRONT_END = {"http": 1.0, "tokenize": 0.5, "write": 0.5}
@@ -91,11 +91,13 @@ def test_three_shares_count_every_second_once_with_workers() -> None:
 
 def test_three_shares_use_the_cpu_time_of_front_ends_that_do_not_measure_theirs() -> None:
     without = interval(front_end={})
-    shares = three_shares(without)
+    assert three_shares(without) is None
+    used = 'process_cpu_seconds_total{{process="front_end",number="0"}} {}\n'
+    before = Scrape.of(metrics(ENGINE, {}) + used.format(1.0), {}, 100.0)
+    after = Scrape.of(metrics(ENGINE, {}, 2.0) + used.format(5.0), {}, 120.0)
+    shares = three_shares(Interval(before, after))
     assert shares is not None
     assert shares.http == pytest.approx(4.5)
-    bare = Scrape(without.after.time, without.after.samples, {})
-    assert three_shares(Interval(without.before, bare)) is None
 
 
 @pytest.fixture

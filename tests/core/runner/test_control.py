@@ -20,7 +20,9 @@ from engine.core.runner.memory_history import MemoryHistory
 def make_control(device: DeviceInfo) -> Control:
     state: Any = SimpleNamespace(persistent_batch=SimpleNamespace(sequences=lambda: (4, 9)))
     trace: Any = None
-    return Control(Rank(rank=1, ranks=2, device=device, state=state, memory=MemoryHistory(device), trace=trace))
+    layers: Any = None
+    memory = MemoryHistory(device)
+    return Control(Rank(rank=1, ranks=2, device=device, state=state, memory=memory, trace=trace, layers=layers))
 
 
 CPU = make_control(DeviceInfo(type="cpu"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.core import Engine, SamplingParams
+from engine.core import Engine, Request, SamplingParams
 from engine.core.attention.base import AttentionBackend, GraphSlot
 from engine.core.attention.batch import ForwardBatch
 from engine.core.config.tree import EngineConfig, ExecutorConfig
@@ -165,6 +167,66 @@ def test_each_sampling_path_gives_the_tokens_of_plain_steps(checkpoint: Path, re
     with build(checkpoint, executor__graphs="off") as plain, build(checkpoint, attention=FixedAttention) as replayed:
         for params in (drawn, [penalized] * 6, [reported] * 6, mixed):
             assert tokens_of(replayed, params) == tokens_of(plain, params)
+
+
+def test_a_profile_by_layer_between_replays_runs_their_steps_without_graphs_and_changes_no_token(
+    checkpoint: Path, replays: type[ReplayByRunning]
+) -> None:
+    drawn = attrs.evolve(GREEDY, temperature=0.8, seed=3)
+    mixed = [drawn, attrs.evolve(GREEDY, repetition_penalty=1.3), *[GREEDY] * 4]
+    with build(checkpoint, executor__graphs="off") as plain, build(checkpoint, attention=FixedAttention) as engine:
+        for params, path in (([GREEDY] * 6, "greedy"), ([drawn] * 6, "full"), (mixed, "full")):
+            for number, prompt in enumerate(PROMPTS):
+                engine.add(Request(id=str(number), prompt=tuple(prompt), params=params[number]))
+            tokens: dict[str, list[int]] = {str(number): [] for number in range(len(PROMPTS))}
+            for number in itertools.count():
+                if number == 6:
+                    engine.call("start_layers")
+                if number == 12:
+                    [answer] = engine.call("stop_layers")
+                    assert answer["graphs"] == [[f"decode 4, {path}", 3]]
+                if not engine.has_work:
+                    break
+                for output in engine.step():
+                    tokens[output.request] += output.tokens
+            assert [tuple(one) for one in tokens.values()] == tokens_of(plain, params)
+
+
+class SegmentsWithoutGraphs(ReplayByRunning):
+    """Runs what is captured in segments once; a replay does nothing."""
+
+    def capture_segments(
+        self, work: Callable[[Callable[[], None]], T], warm_up: Callable[[], object] | None = None
+    ) -> tuple[list[Callable[[], None]], T]:
+        breaks: list[None] = []
+        made = work(lambda: breaks.append(None))
+        return [lambda: None] * (len(breaks) + 1), made
+
+
+def test_piecewise_graphs_run_without_graphs_break_at_each_attention_and_write_no_block(checkpoint: Path) -> None:
+    with build(checkpoint, executor__graphs="off") as engine:
+        tokens_of(engine)
+        executor: Any = engine._executor
+        state = executor._runner._launcher.state
+        capturer: Any = SegmentsWithoutGraphs(torch.device("cpu"))
+        graphs = piecewise_graphs.PiecewiseGraphs(state, capturer, max_batch_tokens=64, device=torch.device("cpu"))
+        with torch.inference_mode():
+            graphs.capture_all(lambda done, total: None)
+        for slots in graphs._slots:
+            slots.zero_()  # as after a step of a sequence that has the first block
+        before = [tensor.clone() for tensor in (*state.pool.keys, *state.pool.values)]
+        scratch = state.pool.scratch_block * state.pool.block_size
+        breaks: list[int] = []
+
+        @contextmanager
+        def padded() -> Iterator[None]:
+            assert all((slots == scratch).all() for slots in graphs._slots), "padding is not a part of the graphs"
+            yield
+
+        graphs.run_without_graphs(64, padded(), lambda: breaks.append(1))
+        assert len(breaks) == len(state.pool.keys) == 2
+        for tensor, old in zip((*state.pool.keys, *state.pool.values), before, strict=True):
+            assert torch.equal(tensor[: state.pool.scratch_block], old[: state.pool.scratch_block])
 
 
 POISON = 60

@@ -1,4 +1,4 @@
-"""Traces of whole engines: all processes are there, on one clock, session after session."""
+"""Traces and profiles by layer of whole engines: all processes are there, on one clock, session after session."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.core import Engine, Request, SamplingParams
 from engine.core.errors import ControlBusyError, ControlError, ExecutorError
+from engine.core.profiling import RankLayers
 from engine.core.timeline import TraceOptions
 
 from .traces import Trace
@@ -105,6 +107,26 @@ def check_profiler(trace: Trace, process: str, own: list[Any]) -> None:
             and begin <= event["ts"] <= end
             for event in trace.events
         )
+
+
+def test_each_rank_answers_a_profile_by_layer(running: tuple[Engine, int]) -> None:
+    engine, ranks = running
+    load(engine)
+    engine.step()
+    engine.call("start_layers")
+    for _ in range(6):
+        engine.step()
+    answers = [msgspec.convert(answer, RankLayers) for answer in engine.call("stop_layers")]
+    finish(engine)
+    assert [answer.rank for answer in answers] == list(range(ranks))
+    for answer in answers:
+        rows = {row.name: row for row in answer.rows}
+        assert (answer.steps, answer.decodes) == (3, (3,))
+        assert sum(row.device_us for row in answer.rows) + answer.idle_us == pytest.approx(answer.step_us)
+        assert rows["model.layers.0.mlp.down_proj"].flops == 2 * 3 * 96 // ranks * 64
+        assert rows["model.layers.0.mlp.down_proj"].collective_us == 0
+        reducing = rows["model.layers.1.post_attention_layernorm"]
+        assert (0 < reducing.collective_us < reducing.device_us) == (ranks > 1)
 
 
 def test_stop_trace_ends_a_recording_with_steps_in_flight(running: tuple[Engine, int], tmp_path: Path) -> None:

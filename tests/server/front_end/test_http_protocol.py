@@ -6,12 +6,15 @@ import json
 import re
 import socket
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
 import pytest
 
 COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
+END = {"1.0": b"\n\n", "1.1": b"\n\n\r\n"}
+"""How an event ends, with its chunk, by version of HTTP."""
 ABORTED = 'engine_requests_finished_total{finish_reason="abort"}'
 
 
@@ -53,6 +56,31 @@ def ask(server: Any, data: bytes, *, shut_down: bool = False) -> bytes:
         if shut_down:
             connection.shutdown(socket.SHUT_WR)
         return read_all(connection)
+
+
+def read_until(connection: socket.socket, end: bytes) -> bytes:
+    """Everything up to `end`, which must be the last that has been sent."""
+    received = b""
+    while not received.endswith(end):
+        part = connection.recv(65536)
+        assert part, received
+        received += part
+    return received
+
+
+def joined(chunks: bytes) -> bytes:
+    """The body that is sent in these chunks."""
+    body = b""
+    while chunks:
+        size, _, rest = chunks.partition(b"\r\n")
+        body, chunks = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    return body
+
+
+def texts(events: Iterable[str]) -> list[str]:
+    """The texts of the events of a completion."""
+    found = (event.removeprefix("data: ") for event in events)
+    return [json.loads(event)["choices"][0]["text"] for event in found if event not in ("", "[DONE]")]
 
 
 def parse(response: bytes) -> tuple[int, dict[str, str], bytes]:
@@ -185,13 +213,64 @@ def test_a_client_that_leaves_frees_all_its_pipelined_requests(server: Any, gate
     server.until(lambda: server.metrics()[ABORTED] == aborted + 8)
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_client_that_has_read_all_events_frees_its_request_when_it_leaves(
+    server: Any, gate: Any, version: str
+) -> None:
+    """Closing a connection resets it only if something was unread; otherwise the client seems half-closed."""
+    aborted = server.metrics()[ABORTED]
+    with connect(server) as connection:
+        connection.sendall(post(COMPLETION | {"prompt": gate.prompt, "stream": True}, version=version))
+        read_until(connection, END[version])
+    server.until(lambda: server.metrics()[ABORTED] == aborted + 1)
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_half_closed_client_gets_comments_between_the_events_of_a_held_stream(
+    server: Any, gate: Any, version: str
+) -> None:
+    with connect(server) as connection:
+        connection.sendall(post(COMPLETION | {"prompt": gate.prompt, "stream": True}, version=version))
+        received = read_until(connection, END[version])
+        connection.shutdown(socket.SHUT_WR)
+        received += read_until(connection, b":" + END[version])
+        gate.open()
+        received += read_all(connection)
+    _, _, body = parse(received)
+    events = (joined(body) if version == "1.1" else body).decode().split("\n\n")
+    assert ":" in events
+    assert "".join(texts(event for event in events if event != ":")) == "abcd"
+    assert events[-2:] == ["data: [DONE]", ""]
+
+
+def test_a_client_of_http_1_0_that_leaves_before_the_response_frees_its_request(server: Any, gate: Any) -> None:
+    """The server can send it nothing. Its kernel answers a keepalive probe when the connection is forgotten: in 1 s."""
+    aborted = server.metrics()[ABORTED]
+    with connect(server) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_LINGER2, 1)
+        connection.sendall(post(COMPLETION | {"prompt": gate.prompt}, version="1.0"))
+        server.until(lambda: server.metrics()["engine_num_requests_running"] == 1)
+    server.until(lambda: server.metrics()[ABORTED] == aborted + 1)
+
+
+@pytest.mark.parametrize("size", [0, 90_000], ids=["small", "large"])
+def test_a_client_that_leaves_with_a_request_unread_frees_the_one_before(server: Any, gate: Any, size: int) -> None:
+    """Reading is paused when a second request arrives during the first, so the end of the connection is not read."""
+    aborted = server.metrics()[ABORTED]
+    with connect(server) as connection:
+        connection.sendall(post(COMPLETION | {"prompt": gate.prompt}))
+        server.until(lambda: server.metrics()["engine_num_requests_running"] == 1)
+        connection.sendall(post(COMPLETION | {"user": "x" * size}))
+    server.until(lambda: server.metrics()[ABORTED] == aborted + 1)
+
+
 def test_a_half_closed_client_that_leaves_later_frees_its_requests(server: Any, gate: Any) -> None:
     aborted = server.metrics()[ABORTED]
     with connect(server) as connection:
         connection.sendall(post(COMPLETION | {"prompt": gate.prompt, "n": 8}))
         server.until(lambda: server.metrics()["engine_num_requests_running"] == 8)
         connection.shutdown(socket.SHUT_WR)
-        time.sleep(0.05)  # so that the server mostly sees the one before the other
+        read_until(connection, b"HTTP/1.1 100 Continue\r\n\r\n")  # the server has seen the one before the other
     server.until(lambda: server.metrics()[ABORTED] == aborted + 8)
 
 

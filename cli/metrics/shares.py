@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from attrs import frozen
 
-from engine.cli.profile.scrape import Interval, Scrape
+from engine.cli.metrics.scrape import Interval, Scrape
 
 STEP = ("receive", "schedule", "submit", "wait", "commit", "send")
 """Phases of the engine process, in the order in which they follow each other; none overlaps another."""
@@ -75,7 +75,7 @@ def counts(interval: Interval) -> tuple[float, float, float]:
 def of_step(interval: Interval) -> list[PhaseShare]:
     """The phases of the engine processes' time, the idle time, and the runner's phases as parts of others."""
     seconds = interval.by("engine_phase_seconds_total", "phase")
-    replicas = max(1, sum(name == "engine_up" for name, _ in interval.after.samples))
+    replicas = max(1, len(interval.after.of_name("engine_up")))
     whole = interval.seconds * replicas
     idle = max(0.0, whole - sum(seconds.get(phase, 0.0) for phase in STEP))
     found = [PhaseShare("engine", name, seconds[name], seconds[name] / whole) for name in STEP if name in seconds]
@@ -103,7 +103,7 @@ def three_shares(interval: Interval) -> Shares | None:
     """
     front_end = sum(interval.by("engine_front_end_seconds_total", "phase").values())
     if not front_end:
-        front_end = sum(used for role, used in interval.cpu.items() if role.startswith("front end"))
+        front_end = interval.total("process_cpu_seconds_total", process="front_end")
     if not front_end:
         return None
     seconds = dict.fromkeys((*STEP, *RUNNER), 0.0) | interval.by("engine_phase_seconds_total", "phase")

@@ -1,0 +1,1 @@
+"""Reads /metrics of a running server, for `engine profile phases` and `engine top`."""

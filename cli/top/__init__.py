@@ -1,0 +1,10 @@
+"""`engine top`: a screen of a running server.
+
+command.py   the command
+server.py    the server's answers, over one connection
+compute.py   two scrapes and the seconds between -> figures
+figures.py   what figures are
+screen.py    figures -> lines
+units.py     numbers as the lines have them
+terminal.py  the terminal's screen and keys
+"""

@@ -1,0 +1,229 @@
+"""What the host did in each module while steps ran, and where each kernel was launched, from a trace of torch.profiler.
+
+The events are those of the Chrome trace, plain data. Annotations mark steps, calls of modules and collectives (`STEP`,
+`MODULE`, `COLLECTIVE`); a kernel belongs to the innermost module around the call that launched it, which has the
+kernel's correlation id. A captured step that is run kernel by kernel is a *twin* of its CUDA graphs (layer_times.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from attrs import define, field, frozen
+
+STEP = "[step] "
+"""Begins the annotation of a step; its number follows."""
+MODULE = "[module] "
+"""Begins the annotation of a call of a module; the module's name follows."""
+COLLECTIVE = "[collective]"
+"""Annotation of an operation in which all ranks take part."""
+KERNEL = "[kernel]"
+"""Annotation of what may run without an operator of PyTorch: on a CPU, it counts as one."""
+TWIN = "[twin] "
+"""Begins the annotation of a captured step that runs kernel by kernel; the key of its graphs follows."""
+BREAK = "[break]"
+"""Annotation, within that of a twin, of the end of a graph and the beginning of the next."""
+
+BATCH = "(batch)"
+"""What a step does outside of all modules: preparing the batch, launching."""
+REPLAY = "(graph replay)"
+"""The calls that replay graphs. What runs in them belongs to modules."""
+ON_DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
+LAUNCHES = frozenset(("cuda_runtime", "cuda_driver"))
+COLLECTIVE_NAMES = ("nccl", "all_reduce", "allreduce", "all_gather", "allgather", "gloo:", "c10d::")
+"""Parts of the names of kernels and operators, in lower case, in which ranks wait for each other."""
+
+Event = Mapping[str, Any]
+"""An event of a Chrome trace: cat, name, ts and dur (us), pid, tid, args."""
+
+
+@define
+class ModuleTimes:
+    """The times of one module, summed over the steps, us."""
+
+    calls: int = 0
+    """Not counting a module's calls of itself."""
+    cpu: float = 0.0
+    """Host time in the module, without that of modules called within."""
+    device: float = 0.0
+    collective: float = 0.0
+    """Of `device`, in kernels in which ranks wait for each other."""
+    kernels: int = 0
+    """Kernels and copies that ran; operators without a GPU."""
+
+
+@frozen
+class Launch:
+    """A call that put work on the device, and where it was made."""
+
+    module: str
+    collective: bool
+    step: int | None
+    """None: that of a twin."""
+    replays: bool
+    """Whether it is a replay of a graph."""
+
+
+@frozen
+class Ran:
+    """A kernel, a copy or an operator that ran."""
+
+    begin: float
+    end: float
+    name: str
+    module: str
+    collective: bool
+    copy: bool = False
+
+
+@define
+class Twin:
+    """A captured step, run kernel by kernel."""
+
+    launches: list[list[int]] = field(factory=lambda: [[]])
+    """Per graph, the correlation ids of the calls, in order."""
+    calls: Counter[str] = field(factory=Counter)
+
+
+@define
+class _Open:
+    """An annotation that has not ended, while the host's events are gone through in order."""
+
+    end: float
+    module: str
+    collective: bool
+    step: int | None
+    """Number of the step that the annotation is in, or is of."""
+    counts: bool
+    """Whether that step is one of those whose times are added up."""
+    own: float
+    """Its time less that of other modules, and of calls that replay graphs, within."""
+    account: _Open | None = None
+    """The annotation whose `own` has this one's time, where that is not this one: of the same module."""
+
+
+class HostEvents:
+    """What the host's events say: the times of modules, and where each launch was made."""
+
+    def __init__(self, first: int, device: str) -> None:
+        self._first = self._last = first
+        self._takes_operators = device == "cpu"
+        self.modules: dict[str, ModuleTimes] = {}
+        self.steps: dict[int, float] = {}
+        """Number of a step -> its begin."""
+        self.launches: dict[int, Launch] = {}
+        """By correlation id, in the order in which they were made."""
+        self.twins: dict[str, Twin] = {}
+        self.replays: Counter[int] = Counter()
+        """Number of a step -> graphs that it replayed."""
+        self.operators: list[Ran] = []
+        """Those within steps and not within others, kernels without operators, collectives."""
+        self._open: list[_Open] = []
+        self._twin: Twin | None = None
+        self._busy_until = 0.0
+        """End of the operator or collective that began last."""
+
+    def read(self, events: Iterable[Event]) -> list[Event]:
+        """Read the host's events of the threads that run steps; return the events of the device."""
+        spans = [event for event in events if event.get("ph") == "X"]
+        threads = {(event["pid"], event["tid"]) for event in spans if _is_mark(event)}
+        wanted = ("user_annotation", "cpu_op", *LAUNCHES)
+        mine = [one for one in spans if one.get("cat") in wanted and (one["pid"], one["tid"]) in threads]
+        self._last = max((_number(event) for event in mine if event["name"].startswith(STEP)), default=self._first)
+        for event in sorted(mine, key=lambda one: (one["ts"], -one["dur"])):
+            self._close(event["ts"])
+            if event["cat"] == "user_annotation":
+                self._annotation(event)
+            elif not self._open:
+                continue
+            elif event["cat"] in LAUNCHES:
+                self._launch(event)
+            else:
+                self._operator(event, is_collective(event["name"]))
+        self._close(float("inf"))
+        return [event for event in spans if event.get("cat") in ON_DEVICE]
+
+    def _annotation(self, event: Event) -> None:
+        name, end, own = event["name"], event["ts"] + event["dur"], event["dur"]
+        if name.startswith(STEP):
+            number = _number(event)
+            self.steps[number] = event["ts"]
+            counts = self._first <= number < self._last
+            self._open = [_Open(end, BATCH, False, number, counts, own)]
+            if counts:
+                self.modules.setdefault(BATCH, ModuleTimes())
+        elif name.startswith(TWIN):
+            self._twin = self.twins.setdefault(name.removeprefix(TWIN), Twin())
+            self._open = [_Open(end, BATCH, False, None, False, own)]
+        elif not self._open:
+            return
+        elif name.startswith(MODULE):
+            self._module(name.removeprefix(MODULE), end, own)
+        elif name == COLLECTIVE:
+            self._operator(event, True)
+            top = self._open[-1]
+            self._open.append(_Open(end, top.module, True, top.step, top.counts, 0.0, top.account or top))
+        elif name == KERNEL:
+            self._operator(event, False)
+        elif name == BREAK and self._twin is not None:
+            self._twin.launches.append([])
+
+    def _module(self, name: str, end: float, duration: float) -> None:
+        top = self._open[-1]
+        account = top.account or top
+        if name == top.module:
+            self._open.append(_Open(end, name, top.collective, top.step, top.counts, 0.0, account))
+            return
+        account.own -= duration
+        times = self.modules.setdefault(name, ModuleTimes())
+        times.calls += top.counts
+        if self._twin is not None:
+            self._twin.calls[name] += 1
+        self._open.append(_Open(end, name, top.collective, top.step, top.counts, duration))
+
+    def _launch(self, event: Event) -> None:
+        correlation = event.get("args", {}).get("correlation")
+        if correlation is None:
+            return
+        top, replays = self._open[-1], "GraphLaunch" in event["name"]
+        if self._twin is not None:
+            self._twin.launches[-1].append(correlation)
+        if replays and top.counts and top.step is not None:
+            self.replays[top.step] += 1
+            times = self.modules.setdefault(REPLAY, ModuleTimes())
+            times.calls += 1
+            times.cpu += event["dur"]
+            (top.account or top).own -= event["dur"]
+        self.launches[correlation] = Launch(top.module, top.collective, top.step, replays)
+
+    def _operator(self, event: Event, collective: bool) -> None:
+        """Note an operator, a kernel or a collective that is not within another."""
+        begin, top = event["ts"], self._open[-1]
+        if self._takes_operators and top.counts and begin >= self._busy_until:
+            self._busy_until = begin + event["dur"]
+            self.operators.append(Ran(begin, self._busy_until, event["name"], top.module, collective))
+
+    def _close(self, now: float) -> None:
+        """Take the annotations that have ended, and add up the host time of their modules."""
+        while self._open and self._open[-1].end <= now:
+            done = self._open.pop()
+            if done.counts and done.account is None:
+                self.modules[done.module].cpu += done.own
+            if not self._open:
+                self._twin = None
+
+
+def is_collective(name: str) -> bool:
+    """Whether ranks wait for each other in a kernel or operator of this name."""
+    lower = name.lower()
+    return any(part in lower for part in COLLECTIVE_NAMES)
+
+
+def _is_mark(event: Event) -> bool:
+    return event.get("cat") == "user_annotation" and event["name"].startswith((STEP, TWIN))
+
+
+def _number(event: Event) -> int:
+    return int(event["name"].removeprefix(STEP))
