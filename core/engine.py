@@ -149,7 +149,7 @@ class Engine:
             self.max_len = max_len(self.config, model_spec)
             self._warn_unused(model_spec)
             self.vocab_size = model_spec.vocab_size
-            speculator = self._make_speculator(model_spec)
+            checked = self._make_speculator(model_spec)
             with phases.phase("rehearsal"):
                 rehearse(
                     self._executor,
@@ -161,9 +161,9 @@ class Engine:
                     vocab_size=self.vocab_size,
                     full=self.device.type == "cuda",
                 )
-                lengths = self._make_draft_lengths(speculator, cache_info)
+                lengths = self._make_draft_lengths(checked, cache_info)
             self.cache_info = attrs.evolve(cache_info, phases=phases.seconds)
-            self._start_scheduling(speculator, lengths)
+            self._start_scheduling(checked, lengths)
             self.plugins.notify("engine_started", engine=self)
         except BaseException:
             self._executor.shutdown()  # the caller gets no engine to close
