@@ -26,7 +26,7 @@ from engine.core.executors import (
 )
 from engine.core.plugin_host import load_plugins, resolve, settle
 from engine.core.startup import Progress
-from engine.core.types import NewSequence, PrefillChunk, SamplingParams, Step, StepResult
+from engine.core.types import DraftSlice, NewSequence, PrefillChunk, SamplingParams, Step, StepResult
 from engine.core.weights import Checkpoint
 from engine.testing.leftovers import PATIENCE, assert_nothing_left, belongings
 
@@ -250,7 +250,8 @@ def reference() -> type[Executor]:
 
 
 def script(after: int = 0) -> Sequence[Step]:
-    """Steps of three sequences: one greedy, one drawn with logprobs, and one that reuses the blocks of the first.
+    """Steps of three sequences: one greedy, one drawn with logprobs, and one that reuses the blocks of the first, and
+    then has drafts.
 
     after: offset of the numbers of steps and sequences; above 0, the script continues that of `after` - 10.
     """
@@ -283,6 +284,8 @@ def script(after: int = 0) -> Sequence[Step]:
             "blocks": ((three, (5, 0)),),
         },
         {"decodes": (three,), "finished": (two,)},
+        {"drafts": (DraftSlice(three, lengths[2] + 1, (5, 9, 3)),), "blocks": ((three, (2,)),)},
+        {"decodes": (three,), "positions": ((three, lengths[2] + 2),)},
     ]
     return [Step(id=after + number, **{"decodes": (), "chunks": (), **step}) for number, step in enumerate(steps, 1)]
 
@@ -306,6 +309,7 @@ def assert_same(found: StepResult, expected: StepResult) -> None:
     step = f"step {expected.step}"
     assert found.step == expected.step, f"the result of {step} says that it is of {found.step}"
     assert found.tokens == expected.tokens, f"{step} sampled {found.tokens}; uniproc {expected.tokens}"
+    assert found.verified == expected.verified, f"{step} verified {found.verified}; uniproc {expected.verified}"
     mine, theirs = (
         [entry for row in one.logprobs for entry in row if entry is not None]
         + [entry for _, entries in one.prompt_logprobs for entry in entries]

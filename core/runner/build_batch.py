@@ -29,7 +29,7 @@ def build_batch(
     sequences = [*step.decodes, *(chunk.sequence for chunk in step.chunks), *(part.sequence for part in step.drafts)]
     rows = persistent_batch.rows(sequences)
     starts, counts = persistent_batch.computed[rows], np.ones(len(rows), np.int64)
-    starts[num_decodes:] = [part.start for part in (*step.chunks, *step.drafts)]
+    starts[num_decodes:] = [*(chunk.start for chunk in step.chunks), *(part.start for part in step.drafts)]
     counts[num_decodes:num_others] = [chunk.count for chunk in step.chunks]
     counts[num_others:] = [len(part.tokens) for part in step.drafts]
     ends = starts + counts

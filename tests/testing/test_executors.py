@@ -220,6 +220,11 @@ class Shifting(Threaded):
         return Last()
 
 
+class Unverified(Changed):
+    def change(self, result: Any) -> Any:
+        return attrs.evolve(result, verified=())
+
+
 class NeverDone(Threaded):
     def submit(self, step: Any) -> Any:
         pending = super().submit(step)
@@ -422,7 +427,8 @@ FAULTS: list[tuple[type[Executor], str, str]] = [
     (WrongNumber, "test_steps", "the result of step 1 says that it is of 2"),
     (OneAtATime, "test_steps", "step 12 has to wait"),
     (Shifting, "test_steps", "the result of step 11 says that it is of 12"),
-    (NeverDone, "test_steps", "done.. denies that step 7 is done"),
+    (Unverified, "test_steps", "step 8 verified"),
+    (NeverDone, "test_steps", "done.. denies that step 9 is done"),
     (Unwell, "test_start", "says after the start: it has a cold"),
     (NoBlocks, "test_start", "there are 0 KV blocks"),
     (OtherPages, "test_start", "blocks of 32 tokens"),

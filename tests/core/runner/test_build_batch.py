@@ -4,7 +4,7 @@ import torch
 
 from engine.core.runner.build_batch import build_batch
 from engine.core.runner.persistent_batch import PersistentBatch
-from engine.core.types import NewSequence, PrefillChunk, SamplingParams, Step
+from engine.core.types import DraftSlice, NewSequence, PrefillChunk, SamplingParams, Step
 
 
 def new(sequence: int, tokens: tuple[int, ...], prompt_len: int | None = None) -> NewSequence:
@@ -92,3 +92,43 @@ def test_a_chunk_after_a_cached_prefix_starts_behind_it(persistent_batch: Persis
     batch, _ = build_batch(persistent_batch, late)
     assert (batch.positions.tolist(), batch.slots.tolist()) == ([4, 5], [12, 13])
     assert persistent_batch.computed[persistent_batch.row(0)] == 6
+
+
+def test_a_draft_slice_samples_after_each_of_its_tokens(persistent_batch: PersistentBatch) -> None:
+    first = step(
+        PrefillChunk(0, 0, 2, True),
+        PrefillChunk(1, 0, 3, True),
+        new=(new(0, (1, 2)), new(1, (3, 4, 5))),
+        blocks=((0, (0,)), (1, (1, 2))),
+    )
+    persistent_batch.update(first)
+    build_batch(persistent_batch, first)
+    later = step(
+        PrefillChunk(2, 0, 2, False),
+        decodes=(0,),
+        new=(new(2, (6, 7, 8)),),
+        blocks=((2, (3,)),),
+        drafts=(DraftSlice(1, 3, (20, 21, 22)),),
+    )
+    persistent_batch.update(later)
+    persistent_batch.last_tokens[persistent_batch.row(0)] = 9
+    batch, rows = build_batch(persistent_batch, later)
+    assert batch.tokens.tolist() == [9, 6, 7, 20, 21, 22]
+    assert batch.positions.tolist() == [2, 0, 1, 3, 4, 5]
+    assert batch.slots.tolist() == [2, 12, 13, 7, 8, 9]
+    assert batch.query_starts.tolist() == [0, 1, 3, 6]
+    assert batch.context_lens.tolist() == [3, 2, 6]
+    assert batch.logit_rows.tolist() == [0, 3, 4, 5]
+    assert batch.num_decodes == 1
+    assert rows.tolist() == [persistent_batch.row(sequence) for sequence in (0, 1, 1, 1)]
+
+
+def test_a_sequence_decodes_at_the_position_that_the_step_says(persistent_batch: PersistentBatch) -> None:
+    first = step(PrefillChunk(0, 0, 2, True), new=(new(0, (1, 2)),), blocks=((0, (5, 6)),))
+    drafts = step(drafts=(DraftSlice(0, 2, (7, 8, 9)),))
+    later = step(decodes=(0,), positions=((0, 4),))
+    for each in (first, drafts, later):
+        persistent_batch.update(each)
+        batch, _ = build_batch(persistent_batch, each)
+    assert batch.positions.tolist() == [4]
+    assert batch.slots.tolist() == [24]

@@ -24,6 +24,7 @@ from engine.core.runner import cuda_graphs, piecewise_graphs, start
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.models.llama import Llama
 from engine.testing.checkpoints import make_checkpoint
+from tests.core.told_speculator import Told
 
 T = TypeVar("T")
 PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(6)]
@@ -129,6 +130,39 @@ def test_replays_give_the_tokens_of_plain_steps(
         assert engine.stats().graphs_captured == 0
         assert tokens_of(engine) == expected
         assert tokens_of(engine) == expected, "the state that the first run leaves must not matter"
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_drafts_between_replays_give_the_same_tokens(
+    checkpoint: Path, expected: list[tuple[int, ...]], replays: type[ReplayByRunning], overlap: str
+) -> None:
+    half = {tuple(prompt): output[:9] for prompt, output in zip(PROMPTS[::2], expected[::2], strict=True)}
+    with build(checkpoint, attention=FixedAttention, scheduler__overlap=overlap, speculator=Told) as engine:
+        for wrong_every in (0, 3, 1):
+            Told.tell(half, wrong_every)
+            assert tokens_of(engine) == expected
+        Told.tell({})
+        stats = engine.stats()
+    assert stats.speculation is not None
+    assert sum(stats.speculation.accepted) > 0
+    assert stats.graph_replays
+
+
+@pytest.mark.interpreter
+def test_drafts_with_fused_kernels_give_the_same_tokens(
+    checkpoint: Path, expected: list[tuple[int, ...]], replays: type[ReplayByRunning]
+) -> None:
+    drawn = attrs.evolve(GREEDY, max_tokens=4, temperature=0.7, top_p=0.9, seed=3)
+    with build(checkpoint, executor__graphs="off", running=2) as engine:
+        [alone] = engine.generate(PROMPTS[:1], drawn)
+    Told.tell({tuple(PROMPTS[0]): alone.token_ids}, 3)
+    settings: dict[str, Any] = {"executor__kernels": "fused", "running": 2, "speculator__max_drafts": 2}
+    with build(checkpoint, attention=FixedAttention, **settings, speculator=Told) as engine:
+        assert [completion.token_ids for completion in engine.generate(PROMPTS[:1], drawn)] == [alone.token_ids]
+        Told.tell({})
+        stats = engine.stats().speculation
+    assert stats is not None
+    assert sum(stats.accepted) > 0
 
 
 @pytest.mark.interpreter

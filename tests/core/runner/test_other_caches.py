@@ -193,6 +193,11 @@ def test_latent_keys_states_and_windows_give_the_tokens_of_the_definition(make_e
     assert engine.cache_info.state_bytes == 4 * HIDDEN * (engine.config.scheduler.max_running + 1)
 
 
+def test_a_speculator_is_refused_where_layers_keep_a_state(make_engine: Any) -> None:
+    with pytest.raises(PluginError, match=r"keep a state, which cannot go back .*; leave the speculator out"):
+        make_engine(Offering(), **SETTINGS, speculator="ngram")
+
+
 def test_a_backend_without_latent_keys_is_refused(make_engine: Any) -> None:
     with pytest.raises(PluginError, match=r"it reads no values of 8 numbers with keys of 12, as this model has"):
         make_engine(Offering(), **{**SETTINGS, "attention__name": "torch"})

@@ -56,3 +56,12 @@ def test_a_row_is_reset_when_reused(persistent_batch: PersistentBatch) -> None:
         assert persistent_batch.tables[row, 0] == sequence
         assert persistent_batch.computed[row] == 0
         persistent_batch.computed[row] = 7
+
+
+def test_blocks_take_the_places_of_those_that_rejected_drafts_gave_back(persistent_batch: PersistentBatch) -> None:
+    persistent_batch.update(step(new=(new(5),), blocks=((5, (7, 8, 9)),)))
+    persistent_batch.update(step(blocks=((5, (-1,)),)))
+    persistent_batch.update(step(blocks=((5, (3,)),)))
+    persistent_batch.update(step(blocks=((5, (-2, 6, 4)),)))
+    send(persistent_batch)
+    assert persistent_batch.tables[persistent_batch.row(5)].tolist() == [7, 3, 6, 4]

@@ -417,12 +417,12 @@ TestHostile.settings = LIMITS
 TestFaulty = FaultyMachine.TestCase
 TestFaulty.settings = LIMITS
 TestPerfectDrafts = PerfectDraftsMachine.TestCase
-TestPerfectDrafts.settings = LIMITS
+TestPerfectDrafts.settings = settings(LIMITS, max_examples=50)
 TestRandomDrafts = RandomDraftsMachine.TestCase
-TestRandomDrafts.settings = LIMITS
+TestRandomDrafts.settings = settings(LIMITS, max_examples=50)
 TestAdversarialDrafts = AdversarialDraftsMachine.TestCase
-TestAdversarialDrafts.settings = LIMITS
+TestAdversarialDrafts.settings = settings(LIMITS, max_examples=50)
 TestFailingDrafts = FailingDraftsMachine.TestCase
-TestFailingDrafts.settings = LIMITS
+TestFailingDrafts.settings = settings(LIMITS, max_examples=50)
 TestMultiStepDrafts = MultiStepDraftsMachine.TestCase
-TestMultiStepDrafts.settings = LIMITS
+TestMultiStepDrafts.settings = settings(LIMITS, max_examples=50)

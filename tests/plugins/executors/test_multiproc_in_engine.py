@@ -15,6 +15,7 @@ from engine.core import Engine, SamplingParams
 from engine.core.errors import CapacityError, ExecutorError, PluginError
 from engine.core.hooks import hookimpl
 from engine.core.plugin_host.registry import load_plugins
+from tests.core.told_speculator import Told
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(6)]
@@ -27,8 +28,19 @@ def build(checkpoint: Path, **settings: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def engine(engine_checkpoint: Path) -> Iterator[Engine]:
-    with build(engine_checkpoint, executor="multiproc", scheduler__max_batch_tokens=40) as made:
+    with build(engine_checkpoint, executor="multiproc", scheduler__max_batch_tokens=40, speculator=Told) as made:
         yield made
+
+
+def test_drafts_give_the_tokens_of_steps_that_overlap(engine: Engine) -> None:
+    expected = [made.token_ids for made in engine.generate(PROMPTS, GREEDY)]
+    for wrong_every in (1, 3, 0):
+        Told.tell(dict(zip(map(tuple, PROMPTS), expected, strict=True)), wrong_every)
+        assert [made.token_ids for made in engine.generate(PROMPTS, GREEDY)] == expected
+    Told.tell({})
+    stats = engine.stats().speculation
+    assert stats is not None
+    assert sum(stats.accepted) > 0
 
 
 def test_closed_stream_frees_its_blocks(engine: Engine) -> None:

@@ -24,6 +24,7 @@ from engine.core.startup import Phases
 from engine.plugins.executors import tp
 from engine.plugins.executors.control_messages import Assignment
 from engine.plugins.executors.worker_loop import make_runner
+from tests.core.told_speculator import Told
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(6)]
@@ -37,8 +38,13 @@ def build(checkpoint: Path, **settings: Any) -> Engine:
 def test_the_same_tokens_as_one_rank_and_the_death_of_one_of_two(engine_checkpoint: Path) -> None:
     with build(engine_checkpoint) as one:
         expected = [made.token_ids for made in one.generate(PROMPTS, GREEDY)]
-    with build(engine_checkpoint, executor__tensor_parallel=2) as two:
-        assert [made.token_ids for made in two.generate(PROMPTS, GREEDY)] == expected
+    with build(engine_checkpoint, executor__tensor_parallel=2, speculator=Told) as two:
+        for wrong_every in (3, 0):
+            Told.tell(dict(zip(map(tuple, PROMPTS), expected, strict=True)), wrong_every)
+            steps = two.stats().steps
+            assert [made.token_ids for made in two.generate(PROMPTS, GREEDY)] == expected
+        assert two.stats().steps - steps < GREEDY.max_tokens / 4
+        Told.tell({})
         executor: Any = two._executor
         stream = two.stream(PROMPTS[0], attrs.evolve(GREEDY, max_tokens=None))
         next(stream)
