@@ -33,7 +33,7 @@ from engine.core.errors import (
 from engine.core.executors.base import Executor, Health
 from engine.core.executors.choose import PluginChoice
 from engine.core.executors.rehearsal import rehearse
-from engine.core.executors.step_times import measure_step_times
+from engine.core.executors.step_times import StepTimes, measure_step_times
 from engine.core.generation import Completion, generate, stream
 from engine.core.grammars.base import GrammarBackend
 from engine.core.hub.names import locate
@@ -161,9 +161,9 @@ class Engine:
                     vocab_size=self.vocab_size,
                     full=self.device.type == "cuda",
                 )
-                lengths = self._make_draft_lengths(checked, cache_info)
+                times = self._measure_steps(checked, cache_info)
             self.cache_info = attrs.evolve(cache_info, phases=phases.seconds)
-            self._start_scheduling(checked, lengths)
+            self._start_scheduling(checked, times)
             self.plugins.notify("engine_started", engine=self)
         except BaseException:
             self._executor.shutdown()  # the caller gets no engine to close
@@ -203,8 +203,8 @@ class Engine:
         speculator.rehearse()
         return speculator
 
-    def _make_draft_lengths(self, speculator: CheckedSpeculator | None, cache: CacheInfo) -> DraftLengths | None:
-        """Measures how long steps are, to choose how many drafts they verify; None: they verify all."""
+    def _measure_steps(self, speculator: CheckedSpeculator | None, cache: CacheInfo) -> StepTimes | None:
+        """Measure how long steps are, to choose how many drafts they verify; None: they verify all."""
         if speculator is None or self.config.speculator.length == "fixed":
             return None
         scheduler, max_drafts = self.config.scheduler, speculator.spec.max_drafts
@@ -222,11 +222,13 @@ class Engine:
                 "all drafts that are proposed are verified",
                 max_drafts,
             )
-            return None
-        return DraftLengths(times.drafts, max_drafts, plain=times.plain)
+        return times
 
-    def _start_scheduling(self, speculator: CheckedSpeculator | None, lengths: DraftLengths | None) -> None:
+    def _start_scheduling(self, speculator: CheckedSpeculator | None, times: StepTimes | None) -> None:
         """Build the scheduler over the executor's KV cache, and the loop of steps."""
+        lengths = None
+        if speculator is not None and times is not None:
+            lengths = DraftLengths(times.drafts, speculator.spec.max_drafts, plain=times.plain)
         cache = self.config.cache
         cache_metrics = CacheMetrics(self.cache_info.kinds, sample=cache.metrics_sample) if cache.metrics else None
         observers: list[CacheObserver] = [cache_metrics] if cache_metrics is not None else []
@@ -250,6 +252,7 @@ class Engine:
             meter=meter,
             speculator=speculator,
             draft_lengths=lengths,
+            unknown_sequences=times.sequences if times is not None else (),
         )
         overlap = self.config.scheduler.overlap
         self._loop = StepLoop(

@@ -30,6 +30,8 @@ class StepTimes:
     """Of decodes without drafts."""
     drafts: StepCosts
     """Of steps with drafts: as many rows as tokens and drafts."""
+    sequences: tuple[int, ...]
+    """Sequences that the executor ran for this, and that the first step of requests must name in `Step.finished`."""
 
 
 def measure_step_times(
@@ -44,9 +46,9 @@ def measure_step_times(
 ) -> StepTimes | None:
     """Run decodes of more and more sequences, without drafts and with `max_drafts` each; None: there is no room.
 
-    To be called after the rehearsal; takes up to 3 seconds, or as long as a prompt and the first nine steps take. The
-    sequences are forgotten at the end; what remains are keys and values in blocks that are free. max_tokens: of a step;
-    max_len: of a context. Raises what the executor raises.
+    To be called after the rehearsal, in which results are checked; takes up to 3 seconds, or as long as a prompt and
+    the first nine steps take. What remains are keys and values in blocks that are free. max_tokens: of a step; max_len:
+    of a context. Raises what the executor raises.
     """
     length = 1 + max_drafts + _DECODES
     most = min(
@@ -83,8 +85,7 @@ def measure_step_times(
             step = Step(id=STEP, decodes=chosen, chunks=(), positions=reset)
             plain.append((count, _time(executor, step, clock)))
             reset = ()
-    _run(executor, Step(id=STEP, decodes=(), chunks=(), finished=numbers))
-    return StepTimes(plain=_costs(plain), drafts=_costs(drafts))
+    return StepTimes(plain=_costs(plain), drafts=_costs(drafts), sequences=numbers)
 
 
 def _costs(measured: Sequence[tuple[int, float]]) -> StepCosts:

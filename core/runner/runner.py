@@ -108,15 +108,7 @@ class Runner:
         assert self._launcher is not None, "the runner is not started"
         if step.finished:
             self._start.checks.end()
-            self._launch = self._launcher.launch if self.parts.speculator is None else self._launch_measured
+            self._launch = self._launcher.launch
         if not (step.decodes or step.chunks or step.drafts):  # the end of the rehearsal
             return self._launcher.forget(step)
         return self._launcher.launch(step)
-
-    def _launch_measured(self, step: Step) -> PendingStep:
-        """Run a step, until the first that computes nothing: the times of steps are measured then."""
-        assert self._launcher is not None, "the runner is not started"
-        if step.decodes or step.chunks or step.drafts:
-            return self._launcher.launch(step)
-        self._launch = self._launcher.launch
-        return self._launcher.forget(step)

@@ -80,7 +80,8 @@ class Scheduler:
     max_batch_tokens: maximum tokens per step (per iteration of a multi-step step). max_running: maximum sequences per
     step. max_len: maximum context, prompt and output together. eos_tokens: the model's end-of-sequence tokens. meter:
     counts what each planned step computes; None: nothing does. speculator: proposes drafts; None: nothing does.
-    draft_lengths: chooses how many of them are verified; None: all are.
+    draft_lengths: chooses how many of them are verified; None: all are. unknown_sequences: those that the runner has
+    and no request is.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Scheduler:
         meter: StepMeter | None = None,
         speculator: CheckedSpeculator | None = None,
         draft_lengths: DraftLengths | None = None,
+        unknown_sequences: Iterable[int] = (),
     ) -> None:
         """cache_metrics: those that observe `blocks`; None: the cache is not measured."""
         self._counter = StepCounter()
@@ -110,6 +112,7 @@ class Scheduler:
             max_running=max_running,
         )
         self._drafting = None if speculator is None else Drafting(speculator, self._queues, draft_lengths)
+        self._queues.forget(unknown_sequences)
         self._blocks = blocks
         self._cache_metrics = self._planner.cache_metrics = cache_metrics
         self._max_running = max_running
