@@ -43,6 +43,7 @@ from engine.core.schedulers.drafting import Drafting
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.queues import Queues
 from engine.core.schedulers.request_state import RequestState, max_output
+from engine.core.schedulers.result_checks import check_result, logprob_columns
 from engine.core.schedulers.step_counter import StepCounter
 from engine.core.schedulers.step_plan import StepPlan
 from engine.core.schedulers.step_planner import StepPlanner
@@ -244,7 +245,7 @@ class Scheduler:
         """
         planned = self._pop_in_flight(step, result)
         outputs: list[Output] = []
-        columns = zip(zip(*result.tokens, strict=True), _logprob_columns(result), strict=False)
+        columns = zip(zip(*result.tokens, strict=True), logprob_columns(result), strict=False)
         checked, iterations = 0, step.iterations
         tokens_computed = len(step.decodes) + sum(chunk.count for chunk in step.chunks)
         if step.drafts:
@@ -339,15 +340,7 @@ class Scheduler:
             raise ExecutorError(
                 f"the result of step {result.step} came out of order, for step {step.id}; the executor is at fault"
             )
-        columns = len(step.decodes) + sum(chunk.sample for chunk in step.chunks)
-        for rows in (result.tokens, result.logprobs or result.tokens):
-            if len(rows) != step.iterations or any(len(row) != columns for row in rows):
-                raise ExecutorError(
-                    f"the result of step {step.id} does not hold {step.iterations} rows of {columns} tokens; "
-                    "the executor is at fault"
-                )
-        if step.drafts or result.verified:
-            _check_verified(step, result)
+        check_result(step, result)
         self._counter.steps_committed = step.id
         return self._in_flight.popleft()
 
@@ -410,23 +403,3 @@ class Scheduler:
         self._queues.retire(state)
         if self._drafting is not None:
             self._drafting.forget(state)
-
-
-def _check_verified(step: Step, result: StepResult) -> None:
-    """Raise ExecutorError unless a result has the tokens of each draft slice: drafts of the slice, then one more."""
-    fits = len(result.verified) == len(step.drafts) and all(
-        tokens and tokens[:-1] == part.tokens[1 : len(tokens)]
-        for part, tokens in zip(step.drafts, result.verified, strict=True)
-    )
-    if not fits or (result.verified_logprobs and len(result.verified_logprobs) != len(step.drafts)):
-        raise ExecutorError(
-            f"the result of step {step.id} does not hold the drafts accepted in each of {len(step.drafts)} slices, and "
-            "one token after them; the executor is at fault"
-        )
-
-
-def _logprob_columns(result: StepResult) -> Iterator[tuple[TokenLogprobs, ...]]:
-    """Logprobs of each sequence that samples, one per token; empty for a sequence that did not ask for logprobs."""
-    if not result.logprobs:
-        return repeat(())
-    return (tuple(entry for entry in column if entry is not None) for column in zip(*result.logprobs, strict=True))

@@ -13,6 +13,7 @@ from engine.server.metrics.definition import Kind, Metric, Sample, VllmName, by_
 from engine.server.metrics.gc_metrics import pause_samples
 from engine.server.metrics.reports import EngineReport, ReplicaReport
 from engine.server.metrics.roofline import ROOFLINE_METRICS
+from engine.server.metrics.speculation_metrics import SPECULATION_METRICS
 from engine.server.shared.request_metrics import HISTOGRAMS
 
 
@@ -338,14 +339,16 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
     Metric(
         name="graph_replays",
         kind="counter",
-        help="Steps that ran in CUDA graphs, by kind of step and by size: sequences, or tokens of a step with prefill.",
+        help="Steps that ran in CUDA graphs, by kind of step and by size: sequences, or tokens where there are prompts "
+        "or drafts.",
         labels=("kind", "size"),
         read=_graph_replays,
     ),
     Metric(
         name="graph_padding",
         kind="counter",
-        help="Sequences, or tokens of steps with prefill, that CUDA graphs computed in vain: their sizes are few.",
+        help="Sequences, or tokens of steps with prefill or drafts, that CUDA graphs computed in vain: their sizes are "
+        "few.",
         labels=("kind",),
         read=_graph_padding,
     ),
@@ -361,6 +364,7 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
         "Decisions made first come, first served because the scheduling policy failed.",
         lambda engine: engine.stats.policy_faults,
     ),
+    *SPECULATION_METRICS,
     *ROOFLINE_METRICS,
 )
 """Metrics of each replica, with the labels model_name and replica."""

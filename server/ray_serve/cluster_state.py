@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import attrs
 
 from engine.core.executors import MessageDecoder
-from engine.core.types import CacheInfo, EngineStats, HistogramCounts
+from engine.core.types import CacheInfo, EngineStats, HistogramCounts, SpeculationStats
 from engine.server.http.service import Service
 from engine.server.metrics.reports import EngineReport
 from engine.server.ray_serve.messages import ReplicaState
@@ -95,12 +96,24 @@ OF_ONE_ENGINE = frozenset({"cache", "kv_events", "work", "peaks", "gc_pauses", "
 def merged(stats: Sequence[EngineStats]) -> EngineStats:
     """The sum of the statistics of several engines, without those of OF_ONE_ENGINE."""
     return EngineStats(
+        speculation=_speculation([one.speculation for one in stats if one.speculation is not None]),
         **{
             field.name: _sum([getattr(one, field.name) for one in stats], getattr(EngineStats(), field.name))
             for field in attrs.fields(EngineStats)
-            if field.name not in OF_ONE_ENGINE
-        }
+            if field.name not in OF_ONE_ENGINE and field.name != "speculation"
+        },
     )
+
+
+def _speculation(stats: Sequence[SpeculationStats]) -> SpeculationStats | None:
+    """The sum over engines that speculate; None: none does."""
+    if not stats:
+        return None
+    proposed, accepted = (
+        tuple(map(sum, zip_longest(*columns, fillvalue=0)))
+        for columns in ([one.proposed for one in stats], [one.accepted for one in stats])
+    )
+    return SpeculationStats(proposed=proposed, accepted=accepted, faults=sum(one.faults for one in stats))
 
 
 def _sum(values: Sequence[Any], zero: Any) -> Any:

@@ -95,7 +95,7 @@ def load(url: str, model: str, clients: int = 4) -> Iterator[None]:
                 number += 1
                 body = {
                     "model": model,
-                    "prompt": "def read(path):\n" * 8 + str(number % 7),
+                    "prompt": f"# {number % 7}\n" + "def read(path):\n" * 8,
                     "max_tokens": 8 + number % 24,
                 }
                 with contextlib.suppress(httpx.TransportError):

@@ -41,11 +41,18 @@ NO_DATA = {
 """Part of a query that finds nothing -> why."""
 
 
+DASHBOARD_OPTIONS = (
+    *("--kv-metrics", "--kv-metrics-sample", "1", "--max-len", "256", "--kv-memory", "2MiB"),
+    *("--peak-bandwidth", "0.02", "--peak-flops", "0.1"),
+)
+"""Options of a server that has data for every panel: what is off by default, and a KV cache that evicts blocks."""
+
+
 @contextmanager
-def scraped(names: str, replicas: int) -> Iterator[tuple[str, Prometheus]]:
+def scraped(names: str, replicas: int, *options: str) -> Iterator[tuple[str, Prometheus]]:
     """A server with the demo model under load, and the Prometheus that scrapes it: (name of the model, Prometheus)."""
-    options = ["--port", "0", "--metrics-names", names, "--replicas", str(replicas), "--threads", "1"]
-    command = [sys.executable, "-P", "-c", "from engine.cli.main import main; main()", "serve", *options]
+    given = ["--port", "0", "--metrics-names", names, "--replicas", str(replicas), "--threads", "1", *options]
+    command = [sys.executable, "-P", "-c", "from engine.cli.main import main; main()", "serve", *given]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -85,7 +92,7 @@ def test_the_queries_of_vllms_dashboards_and_scalers_find_data_on_two_replicas()
 @pytest.mark.timeout(240)
 def test_every_panel_of_our_dashboard_shows_data() -> None:
     expressions = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
-    with scraped("engine", replicas=1) as (model, prometheus):
+    with scraped("engine", 1, *DASHBOARD_OPTIONS) as (model, prometheus):
         empty = [one for one in expressions if not has_data(prometheus.query(filled(one, model)))]
     assert len(expressions) > 20
     assert not empty

@@ -20,6 +20,7 @@ from engine.core.profiling.step_shape import Window
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.policy import RequestView, SchedulingPolicy, Split
 from engine.core.schedulers.scheduler import Scheduler
+from engine.core.speculators import CheckedSpeculator, SpeculatedSequence, Speculator, SpeculatorSpec
 from engine.core.types import Request, SamplingParams, Step, StepResult
 from engine.testing.checkpoints import make_checkpoint
 
@@ -74,26 +75,42 @@ class Recount:
     def step(self, step: Step) -> None:
         for number in step.finished:
             self.computed.pop(number, None)
+        self.computed.update(step.positions)
         total = Work()
         for _ in range(step.iterations):
             for number in step.decodes:
                 self.computed[number] += 1
             shape = StepShape.of(
                 decodes=[self.computed[number] for number in step.decodes],
-                chunks=[(chunk.start, chunk.count) for chunk in step.chunks],
-                sampled=len(step.decodes) + sum(chunk.sample for chunk in step.chunks),
+                chunks=[
+                    *((chunk.start, chunk.count) for chunk in step.chunks),
+                    *((part.start, len(part.tokens)) for part in step.drafts),
+                ],
+                sampled=len(step.decodes)
+                + sum(chunk.sample for chunk in step.chunks)
+                + sum(len(part.tokens) for part in step.drafts),
                 windows=WINDOWS,
             )
             total += COST.work(shape)
         for chunk in step.chunks:
             self.computed[chunk.sequence] = chunk.start + chunk.count
-        kind = "decode" if not step.chunks else "mixed" if step.decodes else "prefill"
+        kind = "decode" if not step.chunks else "mixed" if step.decodes or step.drafts else "prefill"
         self.iterations = max(self.iterations, step.iterations)
         self.work[kind] += total
         self.floor[kind] += total.step_floor(PEAKS)
 
 
-def test_sums_equal_a_count_of_every_sequence_under_preemption_and_multi_step() -> None:
+class Guessing(Speculator):
+    """Proposes something, now and then."""
+
+    api = "1"
+
+    def propose(self, sequence: SpeculatedSequence, limit: int) -> list[int]:
+        return [1, 2, 3][: limit if len(sequence.tokens) % 3 else 0]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_sums_equal_a_count_of_every_sequence_under_preemption_and_multi_step(drafts: bool) -> None:
     clock = count()
     meter = StepMeter(COST, PEAKS, clock=lambda: float(next(clock)))
     scheduler = Scheduler(
@@ -104,6 +121,9 @@ def test_sums_equal_a_count_of_every_sequence_under_preemption_and_multi_step() 
         max_len=40,
         eos_tokens=frozenset({0}),
         meter=meter,
+        speculator=CheckedSpeculator(Guessing(SpeculatorSpec(vocab_size=9, max_len=40, max_drafts=3)))
+        if drafts
+        else None,
     )
     recount, draw = Recount(), random.Random(1)
     in_flight: deque[Step] = deque()
@@ -124,9 +144,11 @@ def test_sums_equal_a_count_of_every_sequence_under_preemption_and_multi_step() 
             meter.finish()
             columns = len(oldest.decodes) + sum(chunk.sample for chunk in oldest.chunks)
             rows = tuple(tuple(draw.choices((0, 1, 2, 3), (1, 9, 9, 9), k=columns)) for _ in range(oldest.iterations))
-            scheduler.commit(oldest, StepResult(step=oldest.id, tokens=rows), 0.0)
+            verified = tuple((*part.tokens[1 : draw.randint(1, len(part.tokens))], 2) for part in oldest.drafts)
+            scheduler.commit(oldest, StepResult(step=oldest.id, tokens=rows, verified=verified), 0.0)
     assert not in_flight
     assert scheduler.stats().preemptions
+    assert bool(scheduler.stats().speculation) == drafts
     assert recount.iterations == 3
     totals = meter.totals()
     assert [work.kind for work in totals] == ["decode", "mixed", "prefill"]
