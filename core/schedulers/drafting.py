@@ -70,6 +70,7 @@ class Drafting:
     def propose(self, plan: StepPlan) -> None:
         """Choose the drafts of a plan, the rest of which is made; no step may be in flight, so that all tokens are
         known."""
+        self._planned = {}
         planned: dict[RequestState, tuple[int, ...]] = {}
         room = plan.draft_tokens_left
         if self._lengths is not None and not self._begin(self._lengths, plan):
