@@ -33,6 +33,7 @@ from engine.core.errors import (
 from engine.core.executors.base import Executor, Health
 from engine.core.executors.choose import PluginChoice
 from engine.core.executors.rehearsal import rehearse
+from engine.core.executors.step_times import StepTimes, measure_step_times
 from engine.core.generation import Completion, generate, stream
 from engine.core.grammars.base import GrammarBackend
 from engine.core.hub.names import locate
@@ -52,6 +53,7 @@ from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.scheduler import Scheduler
 from engine.core.speculators.base import Speculator
 from engine.core.speculators.checked_speculator import CheckedSpeculator
+from engine.core.speculators.draft_lengths import DraftLengths
 from engine.core.startup import Listener, Phases
 from engine.core.startup_display import show_startup
 from engine.core.step_loop import STEP_PHASES, StepLoop
@@ -59,7 +61,7 @@ from engine.core.text.detokenizer import TextDelta
 from engine.core.text.tokenizer import Tokenizer
 from engine.core.timeline.merge import Report
 from engine.core.timeline.recorder import Recorder, TraceOptions
-from engine.core.types import EngineStats, Output, Request, SamplingParams
+from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams
 from engine.core.wait_policy import set_wait_policy
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.generation_config import not_honoured
@@ -159,8 +161,9 @@ class Engine:
                     vocab_size=self.vocab_size,
                     full=self.device.type == "cuda",
                 )
+                times = self._measure_steps(checked, cache_info)
             self.cache_info = attrs.evolve(cache_info, phases=phases.seconds)
-            self._start_scheduling(checked)
+            self._start_scheduling(checked, times)
             self.plugins.notify("engine_started", engine=self)
         except BaseException:
             self._executor.shutdown()  # the caller gets no engine to close
@@ -200,8 +203,33 @@ class Engine:
         speculator.rehearse()
         return speculator
 
-    def _start_scheduling(self, speculator: CheckedSpeculator | None) -> None:
+    def _measure_steps(self, speculator: CheckedSpeculator | None, cache: CacheInfo) -> StepTimes | None:
+        """Measure how long steps are, to choose how many drafts they verify; None: they verify all."""
+        if speculator is None or self.config.speculator.length == "fixed":
+            return None
+        scheduler, max_drafts = self.config.scheduler, speculator.spec.max_drafts
+        times = measure_step_times(
+            self._executor,
+            cache,
+            max_drafts=max_drafts,
+            max_tokens=scheduler.max_batch_tokens,
+            max_len=self.max_len,
+            max_running=scheduler.max_running,
+            owner=self.parts.owner("executors"),
+        )
+        if times is None:
+            log.warning(
+                "the times of steps with %s drafts cannot be measured: the KV cache or a step has no room for them; "
+                "all drafts that are proposed are verified",
+                max_drafts,
+            )
+        return times
+
+    def _start_scheduling(self, speculator: CheckedSpeculator | None, times: StepTimes | None) -> None:
         """Build the scheduler over the executor's KV cache, and the loop of steps."""
+        lengths = None
+        if speculator is not None and times is not None:
+            lengths = DraftLengths(times.drafts, speculator.spec.max_drafts, plain=times.plain)
         cache = self.config.cache
         cache_metrics = CacheMetrics(self.cache_info.kinds, sample=cache.metrics_sample) if cache.metrics else None
         observers: list[CacheObserver] = [cache_metrics] if cache_metrics is not None else []
@@ -224,6 +252,8 @@ class Engine:
             cache_metrics=cache_metrics,
             meter=meter,
             speculator=speculator,
+            draft_lengths=lengths,
+            unknown_sequences=times.sequences if times is not None else (),
         )
         overlap = self.config.scheduler.overlap
         self._loop = StepLoop(
@@ -233,6 +263,7 @@ class Engine:
             owner=self.parts.owner("executors"),
             grammars=self._grammars,
             meter=meter,
+            draft_lengths=lengths,
         )
         self._trace: Recorder | None = None
         """The recorder of the latest trace."""

@@ -19,6 +19,7 @@ from engine.core.types import EngineStats, HistogramCounts, Output, Step, StepRe
 
 if TYPE_CHECKING:
     from engine.core.grammars.compiler import Grammars
+    from engine.core.speculators.draft_lengths import DraftLengths
     from engine.core.timeline.recorder import Recorder
 
 STEP_PHASES = ("schedule", "submit", "wait", "commit")
@@ -30,7 +31,7 @@ class StepLoop:
 
     steps_ahead: steps in flight while the next is planned: 1 to overlap planning with the device's work, else 0.
     owner: the executor, as errors name it. grammars: compiles those of requests. meter: counts what steps compute;
-    None: nothing does.
+    None: nothing does. draft_lengths: is told what a step with drafts takes longer for not overlapping with planning.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class StepLoop:
         owner: str,
         grammars: Grammars,
         meter: StepMeter | None,
+        draft_lengths: DraftLengths | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -53,6 +55,9 @@ class StepLoop:
         self._outputs: list[Output] = []
         """Committed, but not returned yet."""
         self._speculates = scheduler.speculates
+        self._draft_lengths = draft_lengths if steps_ahead else None
+        self._steps = 0
+        """Steps committed, counted only where `_draft_lengths` is."""
         self._kernels_compiled = self._graphs_captured = 0
         self._graph_uses = GraphUses()
         self._worker_pauses: tuple[tuple[str, tuple[HistogramCounts, ...]], ...] = ()
@@ -115,6 +120,10 @@ class StepLoop:
             self._count(step, result)
             with self.timers["commit"]:
                 self._outputs += self._scheduler.commit(step, result, time.monotonic())
+            if self._draft_lengths is not None:
+                self._steps += 1
+                host = self.timers["schedule"].seconds + self.timers["commit"].seconds
+                self._draft_lengths.overhead = host / self._steps
         except BaseException as error:
             self._note_failure(error)
             raise

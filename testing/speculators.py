@@ -5,12 +5,17 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
+from attrs import asdict
 
 from engine.core.speculators import SpeculatedSequence, Speculator, SpeculatorSpec
+from engine.core.types import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.core.engine import Engine
 
 
 class SpeculatorConformance:
@@ -83,6 +88,19 @@ class SpeculatorConformance:
             gc.collect()
             assert held() is None, "the sequence is still held after finished()"
         speculator.finished("never seen")
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_no_token_changes_in_an_engine(self, make_engine: Callable[..., Engine], temperature: float) -> None:
+        """An engine that speculates generates the tokens of one that does not, with a seed also above temperature 0."""
+        given = {} if self.options is None else {"speculator__options": asdict(self.options)}
+        engine = make_engine(speculator=self.speculator, speculator__length="fixed", **given)
+        prompts = ["def f(x):\n    return x\n\n\ndef g(x):\n    return", "a b a b a b a b", "x"]
+        params = SamplingParams(temperature=temperature, seed=5, max_tokens=40, ignore_eos=True)
+        expected = [one.token_ids for one in make_engine().generate(prompts, params)]
+        assert [one.token_ids for one in engine.generate(prompts, params)] == expected
+        speculation = engine.stats().speculation
+        assert speculation is not None
+        assert not speculation.faults, f"the speculator failed in {speculation.faults} calls; the log says how"
 
     def run(
         self, speculator: Speculator[Any], texts: Sequence[list[int]], *, tenants: bool = False

@@ -300,6 +300,13 @@ class SpeculatorConfig:
     max_drafts: int = setting(
         5, "Maximum draft tokens per sequence and step.", flag="--max-drafts", aliases=("num_speculative_tokens",)
     )
+    length: str = setting(
+        AUTO,
+        "auto: verify as many draft tokens as pay, by their measured acceptance and the times of steps, which are"
+        " measured at start; fixed: verify as many as are proposed.",
+        flag="--draft-length",
+        choices=(AUTO, "fixed"),
+    )
 
 
 @frozen(kw_only=True)

@@ -9,6 +9,7 @@ from engine.core.schedulers.request_state import RequestState
 from engine.core.schedulers.step_plan import StepPlan
 from engine.core.speculators.base import SpeculatedSequence
 from engine.core.speculators.checked_speculator import CheckedSpeculator
+from engine.core.speculators.draft_lengths import DraftLengths
 from engine.core.types import DraftSlice, SpeculationStats
 
 
@@ -23,8 +24,12 @@ class Drafting:
     waits or is preempted for them.
     """
 
-    def __init__(self, speculator: CheckedSpeculator, queues: Queues) -> None:
+    def __init__(self, speculator: CheckedSpeculator, queues: Queues, lengths: DraftLengths | None = None) -> None:
+        """lengths: chooses how many drafts are verified; None: as many as are proposed."""
         self._speculator = speculator
+        self._lengths = lengths
+        self._begun = False
+        """Whether `lengths` knows of the step that is planned next."""
         self._queues = queues
         self._max_drafts = speculator.spec.max_drafts
         self._sequences: dict[str, SpeculatedSequence] = {}
@@ -40,6 +45,11 @@ class Drafting:
 
     def has_proposal(self) -> bool:
         """Whether there is a proposal for a decoding request by the tokens committed so far."""
+        if self._lengths is not None:
+            rows = len(self._queues.decoding)
+            self._begun = self._lengths.begin(rows, rows)
+            if not self._begun:
+                return False
         return any(self._propose(state, self._max_drafts) for state in self._queues.decoding.active())
 
     def resume(self) -> None:
@@ -60,15 +70,33 @@ class Drafting:
     def propose(self, plan: StepPlan) -> None:
         """Choose the drafts of a plan, the rest of which is made; no step may be in flight, so that all tokens are
         known."""
+        self._planned = {}
         planned: dict[RequestState, tuple[int, ...]] = {}
         room = plan.draft_tokens_left
+        if self._lengths is not None and not self._begin(self._lengths, plan):
+            return
         for state in self._queues.decoding.active():
             if room <= 0:
                 break
             if drafts := self._propose(state, room):
                 planned[state] = tuple(drafts)
                 room -= len(drafts)
+        if self._lengths is not None and planned:
+            counts = self._lengths.choose([(state.id, len(drafts)) for state, drafts in planned.items()])
+            planned = {
+                state: drafts[:count] for (state, drafts), count in zip(planned.items(), counts, strict=True) if count
+            }
         self._planned = planned
+
+    def _begin(self, lengths: DraftLengths, plan: StepPlan) -> bool:
+        """Tell `lengths` of the plan; False: it has no drafts."""
+        decodes = len(self._queues.decoding)
+        rows = decodes + plan.chunk_tokens
+        if not self._begun:
+            return lengths.begin(rows, decodes)
+        self._begun = False
+        lengths.revise(rows, decodes)
+        return True
 
     def take_slices(self) -> tuple[tuple[RequestState, ...], tuple[DraftSlice, ...]]:
         """Take the requests with drafts out of the decoding ones; returns them (`plan_drafts` is due) and their slices.
@@ -108,6 +136,8 @@ class Drafting:
         for position in range(proposed):
             self._proposed[position] += 1
             self._accepted[position] += position < accepted
+        if self._lengths is not None:
+            self._lengths.record(state.id, proposed, accepted)
         if self._speculator.learns:
             self._speculator.accepted(state.id, proposed, accepted)
 
@@ -121,6 +151,8 @@ class Drafting:
         """Forget a request that has ended."""
         self._sequences.pop(state.id, None)
         self._speculator.finished(state.id)
+        if self._lengths is not None:
+            self._lengths.finished(state.id)
 
     def stats(self) -> SpeculationStats:
         """Counters since the start."""
@@ -130,6 +162,8 @@ class Drafting:
 
     def _propose(self, state: RequestState, room: int) -> Sequence[int]:
         limit = min(room, self._max_drafts, state.max_drafts)
+        if limit > 0 and self._lengths is not None:
+            limit = min(limit, self._lengths.limit(state.id))
         if limit <= 0:
             return ()
         sequence = self._sequences.get(state.id)

@@ -60,6 +60,10 @@ class Queues:
         """Running requests that were admitted before the step being planned."""
         return (state for number, state in self.running.items() if number not in self._new)
 
+    def forget(self, sequences: Iterable[int]) -> None:
+        """Have the next step tell the runner that these sequences, which no request has, are finished."""
+        self._finished.extend(sequences)
+
     def add(self, state: RequestState) -> None:
         """Queue a new request."""
         self.requests[state.id] = state

@@ -48,6 +48,7 @@ from engine.core.schedulers.step_counter import StepCounter
 from engine.core.schedulers.step_plan import StepPlan
 from engine.core.schedulers.step_planner import StepPlanner
 from engine.core.speculators.checked_speculator import CheckedSpeculator
+from engine.core.speculators.draft_lengths import DraftLengths
 from engine.core.types import (
     FINISH_ABORT,
     FINISH_ERROR,
@@ -80,6 +81,8 @@ class Scheduler:
     max_batch_tokens: maximum tokens per step (per iteration of a multi-step step). max_running: maximum sequences per
     step. max_len: maximum context, prompt and output together. eos_tokens: the model's end-of-sequence tokens. meter:
     counts what each planned step computes; None: nothing does. speculator: proposes drafts; None: nothing does.
+    draft_lengths: chooses how many of them are verified; None: all are. unknown_sequences: those that the runner has
+    and no request is.
     """
 
     def __init__(
@@ -94,6 +97,8 @@ class Scheduler:
         cache_metrics: CacheMetrics | None = None,
         meter: StepMeter | None = None,
         speculator: CheckedSpeculator | None = None,
+        draft_lengths: DraftLengths | None = None,
+        unknown_sequences: Iterable[int] = (),
     ) -> None:
         """cache_metrics: those that observe `blocks`; None: the cache is not measured."""
         self._counter = StepCounter()
@@ -107,7 +112,8 @@ class Scheduler:
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
         )
-        self._drafting = None if speculator is None else Drafting(speculator, self._queues)
+        self._drafting = None if speculator is None else Drafting(speculator, self._queues, draft_lengths)
+        self._queues.forget(unknown_sequences)
         self._blocks = blocks
         self._cache_metrics = self._planner.cache_metrics = cache_metrics
         self._max_running = max_running

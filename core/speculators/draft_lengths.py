@@ -48,7 +48,7 @@ class _Trials:
 
 
 class DraftLengths:
-    """Chooses lengths from the measured acceptance of each request and the measured costs of steps.
+    """Chooses lengths from the measured acceptance of each request and the measured times of steps.
 
     Of a request whose drafts are accepted with probability a, draft number j is one token more with probability a^j.
     A step verifies the most probable drafts of all its sequences, as many as maximize
@@ -60,22 +60,30 @@ class DraftLengths:
     draft; those of all requests together that fail take at most a hundredth of the time.
     """
 
-    def __init__(self, costs: StepCosts, max_drafts: int, *, overhead: float = 0.0) -> None:
-        """overhead: time that a step takes longer for having drafts at all, in the unit of `costs`."""
+    def __init__(
+        self, costs: StepCosts, max_drafts: int, *, plain: StepCosts | None = None, overhead: float = 0.0
+    ) -> None:
+        """costs: of steps with drafts; plain: of steps without any, if those are others; overhead: as the attribute."""
+        self.overhead = overhead
+        """Time that a step with drafts takes longer, whatever their number, in the unit of `costs`."""
         self._costs = costs
+        self._plain = plain or costs
         self._max_drafts = max_drafts
-        self._overhead = overhead
         self._requests: dict[str, _Trials] = {}
         self._common = _Trials(accepted=_FIRST_ACCEPTANCE, count=1.0)
         self._powers = np.arange(1, max_drafts + 1)
         self._step = 0
         self._rows = self._tokens = 0
+        self._time = 0.0
+        """Time of this step without drafts."""
         self._least = 1.0
         """A draft that is less probable cannot pay in this step."""
+        self._probe_time = 0.0
+        """Time that one draft adds to this step."""
         self._saved = 0.0
-        """Time for trials that was saved up."""
+        """Time that may be spent on requests whose drafts do not pay."""
         self._probes: set[str] = set()
-        """Requests that this step tries again."""
+        """Requests whose latest drafts were such."""
 
     def begin(self, rows: int, tokens: int) -> bool:
         """Begin a step; False: no request has drafts in this step, so that `limit` need not be asked.
@@ -83,18 +91,20 @@ class DraftLengths:
         rows: rows without drafts; tokens: how many of them yield a token.
         """
         self._step += 1
-        self._rows, self._tokens = rows, tokens
-        self._probes.clear()
-        table = self._costs.table(rows + max(tokens, 1) * self._max_drafts)
-        time = table[rows]
-        # The least time per row that any number of further rows has.
-        further = table[rows + 1 : rows + 1 + max(tokens, 1) * self._max_drafts] - time + self._overhead
-        per_row = float((further / np.arange(1, len(further) + 1)).min())
-        self._least = per_row * tokens / time
-        self._probe_time = float(table[rows + 1] - time) + self._overhead
-        most = max(_PROBE_SHARE * time * _SAVED_STEPS, self._probe_time)
-        self._saved = min(self._saved + _PROBE_SHARE * time, most)
+        self.revise(rows, tokens)
+        most = max(_PROBE_SHARE * self._time * _SAVED_STEPS, self._probe_time)
+        self._saved = min(self._saved + _PROBE_SHARE * self._time, most)
         return tokens > 0 and (self._least <= _MAX_ACCEPTANCE or self._saved >= self._probe_time)
+
+    def revise(self, rows: int, tokens: int) -> None:
+        """Correct the numbers of the step that has begun."""
+        self._rows, self._tokens = rows, tokens
+        most = max(tokens, 1) * self._max_drafts
+        self._time = float(self._plain.table(rows)[rows])
+        # The least time per row that any number of further rows has.
+        further = self._costs.table(rows + most)[rows + 1 : rows + 1 + most] - self._time + self.overhead
+        self._least = float((further / np.arange(1, most + 1)).min()) * tokens / self._time
+        self._probe_time = max(float(further[0]), 0.0)
 
     def limit(self, request_id: str) -> int:
         """The most drafts of a request that may pay in this step; 0: it need not be asked."""
@@ -103,14 +113,7 @@ class DraftLengths:
             if self._least <= 0:
                 return self._max_drafts
             return min(self._max_drafts, int(math.log(self._least) / math.log(acceptance) + 1e-9))
-        trials = self._requests.setdefault(request_id, _Trials())
-        if self._step >= trials.next_probe and self._saved >= self._probe_time:
-            self._saved -= self._probe_time
-            self._probes.add(request_id)
-            trials.next_probe = self._step + trials.interval
-            trials.interval = min(2 * trials.interval, _MAX_PROBE_INTERVAL)
-            return 1
-        return 0
+        return int(self._may_probe(request_id))
 
     def choose(self, proposals: Sequence[tuple[str, int]]) -> list[int]:
         """How many drafts of each proposal to verify. proposals: (request, number of drafts)."""
@@ -120,26 +123,19 @@ class DraftLengths:
         acceptances = np.array([self.acceptance(request) for request, _ in proposals])
         gains = acceptances[:, None] ** self._powers
         gains[self._powers > lengths[:, None]] = 0.0
-        probed = [place for place, (request, length) in enumerate(proposals) if request in self._probes and length]
-        gains[probed, 0] = 1.0  # whatever they gain
-        ordered = np.sort(gains, axis=None)[::-1]
-        ordered = ordered[: int(np.count_nonzero(ordered))]
-        count = len(probed)
-        times = self._costs.table(self._rows + len(ordered))[self._rows : self._rows + len(ordered) + 1].copy()
-        times[1:] += self._overhead
-        rates = (self._tokens + np.concatenate(([0.0], ordered.cumsum()))) / times
-        best = int(rates.argmax())
-        best = max(best if rates[best] >= _MIN_GAIN * rates[0] else 0, count)
-        if best == 0:
-            return [0] * len(proposals)
-        # Equal gains: all of them, which the largest rate includes unless a row more costs a step in the table.
-        taken = gains >= ordered[best - 1]
-        if int(taken.sum()) > best:
-            places = np.argsort(-gains, axis=None, kind="stable")[:best]
-            taken = np.zeros(gains.size, bool)
-            taken[places] = True
-            taken = taken.reshape(gains.shape)
-        found: list[int] = taken.sum(axis=1).tolist()
+        places = np.argsort(-gains, axis=None, kind="stable")[: int(np.count_nonzero(gains))]
+        times = self._costs.table(self._rows + len(places))[self._rows + 1 : self._rows + 1 + len(places)]
+        rates = (self._tokens + gains.ravel()[places].cumsum()) / (times + self.overhead)
+        best = int(rates.argmax()) + 1 if len(rates) else 0
+        if best and rates[best - 1] < _MIN_GAIN * self._tokens / self._time:
+            best = 0
+        taken = np.bincount(places[:best] // self._max_drafts, minlength=len(proposals))
+        found: list[int] = taken.tolist()
+        for place, (request, length) in enumerate(proposals):
+            self._probes.discard(request)
+            if length and not found[place] and self._may_probe(request):
+                self._probe(request)
+                found[place] = 1
         return found
 
     def acceptance(self, request_id: str) -> float:
@@ -165,3 +161,16 @@ class DraftLengths:
     def finished(self, request_id: str) -> None:
         """Forget a request."""
         self._requests.pop(request_id, None)
+        self._probes.discard(request_id)
+
+    def _may_probe(self, request_id: str) -> bool:
+        """Whether a request whose drafts do not pay may have one in this step."""
+        trials = self._requests.get(request_id)
+        return self._saved >= self._probe_time and (trials is None or self._step >= trials.next_probe)
+
+    def _probe(self, request_id: str) -> None:
+        trials = self._requests.setdefault(request_id, _Trials())
+        self._probes.add(request_id)
+        self._saved -= self._probe_time
+        trials.next_probe = self._step + trials.interval
+        trials.interval = min(2 * trials.interval, _MAX_PROBE_INTERVAL)

@@ -13,3 +13,9 @@ def register_speculators(register: Register) -> None:
         summary="what followed the last tokens where they stood before, in the prompt or the output",
         preference=10,
     )
+    register(
+        "suffix",
+        lazy("engine.plugins.speculators.suffix:Suffix"),
+        api="1",
+        summary="as ngram, and what most often followed them in the tenant's recent outputs",
+    )

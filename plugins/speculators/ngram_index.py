@@ -67,6 +67,19 @@ class NgramIndex:
             new = tokens[known:]
             self._tokens.frombytes(new.pack() if isinstance(new, Tokens) else packed(new))
 
+    @property
+    def agreement(self) -> int:
+        """How many of the last tokens agree with those before the latest continuation, as far as is known."""
+        return self._followed if self._source else 0
+
+    def last(self, count: int) -> array[int]:
+        """The last tokens, at most `count`."""
+        return self._tokens[-count:]
+
+    def tokens_from(self, start: int) -> array[int]:
+        """The tokens from the place `start` of the sequence on, as far as they are still known."""
+        return self._tokens[max(start - self._dropped, 0) :]
+
     def continuation(self, limit: int) -> list[int]:
         """What followed the last tokens where they stood before; at most `limit` tokens, empty if they never did.
 

@@ -43,6 +43,7 @@ def build(checkpoint: Path, **settings: Any) -> Engine:
         "model__max_len": 256,
         "model__dtype": "float32",
         "speculator": Told,
+        "speculator__length": "fixed",
     }
     return Engine(model=str(checkpoint), **{**common, **settings})
 

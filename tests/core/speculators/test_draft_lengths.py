@@ -52,7 +52,7 @@ def test_a_large_batch_that_is_bound_by_compute_turns_speculation_off_and_a_smal
     asked = 0
     for _ in range(16):
         lengths.begin(400, 400)
-        asked += lengths.limit("r")
+        asked += sum(lengths.choose([("r", lengths.limit("r"))]))
     assert asked == 1, "once, to try it"
     lengths.begin(4, 4)
     assert lengths.limit("r") == 5
@@ -62,6 +62,19 @@ def test_the_time_that_drafts_cost_whatever_their_number_counts() -> None:
     """The host waits for a step with drafts before it plans the next one."""
     assert Simulation("memory, then compute", 8, 0.1, overhead=1000).run(STEPS) >= 0.98
     assert Simulation("memory, then compute", 8, 0.9, overhead=1000).run(STEPS) > 2
+
+
+def test_steps_without_drafts_may_have_other_times() -> None:
+    """As those of CUDA graphs, next to steps with drafts, which are launched kernel by kernel."""
+    graphs, eager = StepCosts([(1, 100.0), (64, 110.0)]), StepCosts([(1, 300.0), (64, 310.0)])
+    lengths = DraftLengths(eager, 4, plain=graphs)
+    for _ in range(40):
+        lengths.record("seldom", 4, 0)
+        lengths.record("sure", 4, 4)
+    lengths.begin(1, 1)
+    assert lengths.choose([("sure", 4)]) == [4]
+    lengths.begin(1, 1)
+    assert lengths.limit("seldom") == 0
 
 
 def test_the_most_probable_drafts_of_all_sequences_are_chosen() -> None:

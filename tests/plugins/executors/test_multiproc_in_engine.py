@@ -28,7 +28,13 @@ def build(checkpoint: Path, **settings: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def engine(engine_checkpoint: Path) -> Iterator[Engine]:
-    with build(engine_checkpoint, executor="multiproc", scheduler__max_batch_tokens=40, speculator=Told) as made:
+    with build(
+        engine_checkpoint,
+        executor="multiproc",
+        scheduler__max_batch_tokens=40,
+        speculator=Told,
+        speculator__length="fixed",
+    ) as made:
         yield made
 
 

@@ -1,0 +1,139 @@
+"""Measures what drafts gain by how often they are accepted: output tokens per second next to plain decoding.
+
+    python benchmarks/speculation.py [--model DIR] [--batch 1,8,32,64] [--drafts 1,3,5,7] [--acceptance 0,0.5,0.7,0.9]
+        [--length fixed,auto] [--tokens 128] [--repeat 3] [--set KEY=VALUE] [--json FILE]
+
+The speculator is scripted: it knows what the model generated without drafts, and each of its tokens is right with the
+given probability. So weights may be random (--set model.load_format=dummy). `ideal` is the gain if a step with drafts
+took as long as one without: the mean number of accepted drafts + 1. `equal` is the share of requests with the tokens of
+plain decoding: 1 in float32; in shorter types logits may differ in the last bit with the number of rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from engine.cli.bench.report import Row, engine_settings, report, write
+from engine.core import Engine, SamplingParams
+from engine.core.speculators import SpeculatedSequence, Speculator
+
+PROMPT_TOKENS = 128
+
+
+class Scripted(Speculator[None]):
+    """Proposes what the model will generate, each token with probability `acceptance`, and else another token."""
+
+    api = "1"
+    outputs: ClassVar[dict[tuple[int, ...], Sequence[int]]] = {}
+    """By prompt."""
+    acceptance: ClassVar[float] = 0.0
+
+    def propose(self, sequence: SpeculatedSequence, limit: int) -> Sequence[int]:
+        at = len(sequence.tokens) - sequence.prompt_length
+        output = self.outputs.get(tuple(sequence.tokens[: sequence.prompt_length]), ())
+        proposal = list(output[at : at + limit])
+        pick = random.Random(f"{sequence.request_id} {at}")  # the same when it is asked again
+        for place in range(len(proposal)):
+            if pick.random() >= self.acceptance:
+                proposal[place] = (proposal[place] + 1) % self.spec.vocab_size
+        return proposal
+
+
+def run(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[float, list[tuple[int, ...]]]:
+    """(output tokens per second, outputs)."""
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    begin = time.perf_counter()
+    found = [tuple(one.token_ids) for one in engine.generate(prompts, params)]
+    return len(prompts) * tokens / (time.perf_counter() - begin), found
+
+
+def numbers(text: str) -> list[float]:
+    return [float(one) for one in text.split(",")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--batch", type=numbers, default="1,8,32,64")
+    parser.add_argument("--drafts", type=numbers, default="1,3,5,7")
+    parser.add_argument("--acceptance", type=numbers, default="0,0.5,0.7,0.9")
+    parser.add_argument("--length", default="fixed,auto")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--set", action="append", default=[], dest="settings")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    settings: dict[str, Any] = {"cache__prefix_caching": False}
+    settings |= {key.replace(".", "__"): value for key, _, value in (one.partition("=") for one in args.settings)}
+    batches = [int(one) for one in args.batch]
+
+    plain: dict[int, float] = {}
+    expected: dict[int, list[tuple[int, ...]]] = {}
+    pick = random.Random(1)
+    with Engine(args.model, **settings) as engine:
+        described = engine_settings(engine)
+        machine = engine.cache_info.device
+        prompts = [[pick.randrange(engine.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(max(batches))]
+        for batch in batches:
+            runs = [run(engine, prompts[:batch], args.tokens) for _ in range(1 + args.repeat)][1:]
+            plain[batch], expected[batch] = statistics.median(rate for rate, _ in runs), runs[0][1]
+            print(f"batch {batch}: {plain[batch]:.0f} tokens/s without drafts", flush=True)
+    results = [
+        Row(metric="output tokens per second", value=round(rate, 1), unit="tokens/s", case=f"batch {batch}, plain")
+        for batch, rate in plain.items()
+    ]
+    for length in args.length.split(","):
+        for drafts in map(int, args.drafts):
+            given = {"speculator": Scripted, "speculator__length": length, "speculator__max_drafts": drafts}
+            with Engine(args.model, **settings, **given) as engine:
+                for batch in batches:
+                    Scripted.outputs = {
+                        tuple(prompt): output for prompt, output in zip(prompts, expected[batch], strict=False)
+                    }
+                    for acceptance in args.acceptance:
+                        Scripted.acceptance = acceptance
+                        run(engine, prompts[:batch], args.tokens)
+                        before = engine.stats().speculation
+                        runs = [run(engine, prompts[:batch], args.tokens) for _ in range(args.repeat)]
+                        after = engine.stats().speculation
+                        rate = statistics.median(rate for rate, _ in runs)
+                        equal = statistics.mean(
+                            one == other for one, other in zip(runs[0][1], expected[batch], strict=True)
+                        )
+                        assert before is not None
+                        assert after is not None
+                        slices = after.proposed[0] - before.proposed[0]
+                        kept = sum(after.accepted) - sum(before.accepted)
+                        ideal = 1 + (kept / slices if slices else 0.0)
+                        case = f"batch {batch}, {drafts} drafts, {length}, acceptance {acceptance:g}"
+                        print(
+                            f"{case}: {rate:.0f} tokens/s, {rate / plain[batch]:.2f} x, ideal {ideal:.2f} x where there"
+                            f" are drafts, equal {equal:.2f}",
+                            flush=True,
+                        )
+                        results += [
+                            Row(
+                                metric="output tokens per second",
+                                value=round(rate, 1),
+                                unit="tokens/s",
+                                baseline=round(plain[batch], 1),
+                                baseline_name="plain",
+                                case=case,
+                            ),
+                            Row(metric="ideal", value=round(ideal, 2), unit="x", case=case),
+                            Row(metric="equal", value=round(equal, 3), unit="share", case=case),
+                        ]
+    if args.json is not None:
+        write(args.json, report("speculation", machine, results, {**described, "tokens": args.tokens}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

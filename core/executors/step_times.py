@@ -1,0 +1,143 @@
+"""Measures at start how long steps take by their rows, with and without drafts, through a started executor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from attrs import frozen
+
+from engine.core.errors import StepFaultError
+from engine.core.executors.base import Executor
+from engine.core.plugin_host.faults import shown
+from engine.core.schedulers.block_kinds import longest_context
+from engine.core.schedulers.prompt_step import STEP, prompt_step
+from engine.core.speculators.step_costs import StepCosts
+from engine.core.types import CacheInfo, DraftSlice, Step, StepResult
+
+_MAX_ROWS = 512
+"""Rows of the longest step that is measured; times beyond follow from the last two measurements."""
+_REPETITIONS = 3
+_MAX_SECONDS = 3.0
+"""No further number of rows is measured after this time."""
+_DECODES = 2 * _REPETITIONS
+"""Positions after the drafts' that decodes may take."""
+
+
+@frozen
+class StepTimes:
+    """Seconds of steps by their rows."""
+
+    plain: StepCosts
+    """Of decodes without drafts."""
+    drafts: StepCosts
+    """Of steps with drafts: as many rows as tokens and drafts."""
+    sequences: tuple[int, ...]
+    """Sequences that the executor ran for this, and that the first step of requests must name in `Step.finished`."""
+
+
+def measure_step_times(
+    executor: Executor,
+    cache: CacheInfo,
+    *,
+    max_drafts: int,
+    max_tokens: int,
+    max_len: int,
+    max_running: int,
+    owner: str,
+    clock: Callable[[], float] = time.perf_counter,
+) -> StepTimes | None:
+    """Run decodes of more and more sequences, without drafts and with `max_drafts` each; None: there is no room.
+
+    To be called after the rehearsal, in which results are checked; takes up to 3 seconds, or as long as a prompt and
+    the first nine steps take. What remains are keys and values in blocks that are free. max_tokens: of a step; max_len:
+    of a context; owner: the executor, as errors name it. Raises what the executor raises, and StepFaultError where a
+    result does not have the tokens of each draft slice.
+    """
+    length = 1 + max_drafts + _DECODES
+    most = min(
+        max_running,
+        max(max_tokens, 1) // (1 + max_drafts),
+        max_tokens // length,
+        _MAX_ROWS // (1 + max_drafts),
+        _sequences_that_fit(cache, length),
+    )
+    if (
+        most < 1
+        or max_len < length
+        or longest_context(cache.kinds, cache.num_blocks, cache.block_size, max_tokens) < length
+    ):
+        return None
+    _run(executor, prompt_step([length] * most, cache.kinds, cache.block_size))
+    numbers = tuple(range(most))
+    plain: list[tuple[int, float]] = []
+    drafts: list[tuple[int, float]] = []
+    end = clock() + _MAX_SECONDS
+    # The fewest rows first, all that a slow device may have time for.
+    for count, width in _sizes(most, max_drafts):
+        if plain and clock() > end:
+            break
+        chosen = numbers[:count]
+        for _ in range(_REPETITIONS):
+            slices = tuple(DraftSlice(number, 1, (0,) * (1 + width)) for number in chosen)
+            step = Step(id=STEP, decodes=(), chunks=(), drafts=slices)
+            seconds, result = _time(executor, step, clock)
+            _check_verified(step, result, owner)
+            drafts.append((count * (1 + width), seconds))
+        if width < max_drafts:
+            continue
+        reset = tuple((number, length - _DECODES) for number in numbers)
+        for _ in range(_REPETITIONS):
+            step = Step(id=STEP, decodes=chosen, chunks=(), positions=reset)
+            seconds, _ = _time(executor, step, clock)
+            plain.append((count, seconds))
+            reset = ()
+    return StepTimes(plain=_costs(plain), drafts=_costs(drafts), sequences=numbers)
+
+
+def _costs(measured: Sequence[tuple[int, float]]) -> StepCosts:
+    """The costs of steps; with a single number of rows, those of one more are the same."""
+    more = [(rows + 1, seconds) for rows, seconds in measured] if len(dict(measured)) < 2 else []
+    return StepCosts([*measured, *more])
+
+
+def _sizes(most: int, max_drafts: int) -> Iterator[tuple[int, int]]:
+    """(sequences, drafts of each) of the steps to be measured."""
+    yield 1, 1
+    if max_drafts > 1:
+        yield 1, max_drafts
+    count = 2
+    while count < most:
+        yield count, max_drafts
+        count *= 2
+    if most > 1:
+        yield most, max_drafts
+
+
+def _sequences_that_fit(cache: CacheInfo, length: int) -> int:
+    """Sequences of this length that all blocks hold."""
+    blocks = -(-length // cache.block_size) * sum(kind.groups for kind in cache.kinds)
+    return cache.num_blocks // max(blocks, 1)
+
+
+def _time(executor: Executor, step: Step, clock: Callable[[], float]) -> tuple[float, StepResult]:
+    """(seconds of a step, its result)."""
+    begin = clock()
+    result = _run(executor, step)
+    return clock() - begin, result
+
+
+def _run(executor: Executor, step: Step) -> StepResult:
+    return executor.submit(step).result()
+
+
+def _check_verified(step: Step, result: StepResult, owner: str) -> None:
+    """Raise StepFaultError unless a result has 1 token or more for each draft slice."""
+    fits = len(result.verified) == len(step.drafts) and all(
+        1 <= len(tokens) <= len(part.tokens) for tokens, part in zip(result.verified, step.drafts, strict=True)
+    )
+    if not fits:
+        raise StepFaultError(
+            f"{owner} returned a wrong result from result(): verified = {shown(result.verified)}, not the tokens of"
+            f" {len(step.drafts)} sequences with drafts; it cannot run with a speculator, leave that out"
+        )
