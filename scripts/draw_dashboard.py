@@ -29,7 +29,7 @@ COLUMNS = 4
 def main() -> None:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "img" / "dashboard.png"
     panels = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-    with scraped("engine", replicas=1) as (model, prometheus):
+    with scraped("engine", 1) as (model, prometheus):
         time.sleep(SECONDS)
         end = time.time()
         found = [
