@@ -162,9 +162,8 @@ def _parts(node: object) -> list[object]:
         return list(node.values())
     if isinstance(node, (list, tuple, set)):
         return list(node)
-    if isinstance(node, (torch.Tensor, type, RankGroup, LayerFactory, functools.partial)) or not (
-        type(node).__module__.partition(".")[0] not in ("builtins", "types", "functools")
-    ):
+    package = type(node).__module__.partition(".")[0]
+    if isinstance(node, (torch.Tensor, type, RankGroup, LayerFactory)) or package in ("builtins", "types", "functools"):
         return []
     slots = [slot for cls in type(node).__mro__ for slot in _slots(cls)]
     return [*getattr(node, "__dict__", {}).values(), *(getattr(node, slot) for slot in slots if hasattr(node, slot))]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from types import TracebackType
+from typing import ParamSpec, TypeVar
 
 import attrs
 import zmq
@@ -21,7 +22,7 @@ from engine.server.front_end.errors import ApiError
 from engine.server.front_end.open_request import OpenRequest, Prompt
 from engine.server.front_end.phase_times import MeasuredPhaseTimes, PhaseTimes
 from engine.server.front_end.routing import Router
-from engine.server.front_end.trace import FrontEndTrace
+from engine.server.front_end.trace import EVENT_LOOP, FrontEndTrace
 from engine.server.shared.messages import Abort, Add, ControlAnswer, EngineDown, Outputs, RecordSpans, Started
 from engine.server.shared.metrics_table import MetricsTable
 from engine.server.shared.request_metrics import ReplicaMetrics
@@ -30,6 +31,9 @@ MAX_TOKENS = 2**15
 """Tokens of several prompts sent in one message, since the engine reads a message without a pause."""
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 OutputEvent = tuple[int, Sequence[int], Output | None]
 """(index of the request in its group, its new tokens, the whole Output if that holds more than tokens)."""
@@ -209,7 +213,7 @@ class EngineClient:
                 self.links[replica].send(Add(firsts[batch[0]], tuple(requests[index] for index in batch), choices))
         if self.trace is not None:
             names = {"requests": [request.id for request in requests]}
-            self.trace.add("event loop", "submit", begin or time.monotonic_ns(), time.monotonic_ns(), names)
+            self.trace.add(EVENT_LOOP, "submit", begin or time.monotonic_ns(), time.monotonic_ns(), names)
         return group
 
     def abort(self, numbers: Iterable[int], reason: str, num_tokens: int = 0) -> None:
@@ -336,11 +340,19 @@ class EngineClient:
     def _notify_groups(self) -> None:
         """Notify the groups with new events, then write what they built."""
         groups, self._updated_groups = self._updated_groups, []
-        self._build_events(groups)
-        self._write()
-        if self.trace is not None and self._delivering_since:
-            self.trace.add("event loop", "outputs", self._delivering_since, time.monotonic_ns())
+        if self.trace is None:
+            self._build_events(groups)
+            self._write()
+            return
+        self.traced("detokenize", self._build_events)(groups)
+        self.traced("write", self._write)()
+        if self._delivering_since:
+            self.trace.add(EVENT_LOOP, "outputs", self._delivering_since, time.monotonic_ns())
             self._delivering_since = 0
+
+    def traced(self, name: str, work: Callable[P, T]) -> Callable[P, T]:
+        """`work` as a span of the traces that are recorded; itself while there are none."""
+        return work if self.trace is None else self.trace.spanned(name, work)
 
     def _deliver(self, metrics: ReplicaMetrics, message: Outputs) -> None:
         """Put each output into its group and update the metrics; metrics: those of the replica that sent `message`."""

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 from engine.core.timeline import Spans, write_part
 from engine.server.shared.messages import RecordSpans
+
+EVENT_LOOP = "event loop"
+"""Row of what runs on it; what runs in another thread has a row of the thread's name."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +45,23 @@ class FrontEndTrace:
         self._spans.pop(replica, None)
 
     def add(self, row: str, name: str, begin: int, end: int, args: Mapping[str, Any] | None = None) -> None:
-        """Add a span to all traces. begin, end: time.monotonic_ns(). Spans of one row must nest."""
-        for spans in self._spans.values():
+        """Add a span to all traces; from any thread. begin, end: time.monotonic_ns(). Spans of one row must nest."""
+        for spans in tuple(self._spans.values()):
             spans.add(row, name, begin, end, args)
+
+    def spanned(self, name: str, work: Callable[P, T]) -> Callable[P, T]:
+        """A function that does `work` and adds its time as a span."""
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            begin = time.monotonic_ns()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                thread = threading.current_thread()
+                row = EVENT_LOOP if thread is threading.main_thread() else thread.name.replace("_", " ")
+                self.add(row, name, begin, time.monotonic_ns())
+
+        return call
 
 
 def _write(message: RecordSpans, spans: Spans) -> None:

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from attrs import frozen
 
@@ -30,6 +30,7 @@ from engine.server.shared.heartbeat import Fault
 from engine.server.shared.messages import Started
 from engine.server.shared.metrics_table import FrontEndPhase
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 TEMPLATE_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
@@ -96,7 +97,6 @@ class Service:
         """The routes whose requests are counted, by slot of HttpMetrics."""
         self.active = 0
         """Number of POST requests being answered."""
-        self._phases = client.phases
         self._threads = TextThreads()
         self._token_cache = TokenCache(tokenizer, config.server.token_cache_bytes)
 
@@ -187,7 +187,7 @@ class Service:
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Tokenize `text`; special: add special tokens. Raises ApiError for a text that the context cannot hold."""
         if len(text) < THREAD_CHARS:
-            return self._phases.timed("tokenize", self.tokenizer.encode)(text, add_special_tokens=special)
+            return self._timed("tokenize", self.tokenizer.encode)(text, add_special_tokens=special)
         return await self._in_thread("tokenize", partial(self._encode_long, text, special))
 
     async def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
@@ -195,7 +195,7 @@ class Service:
         tokens: list[list[int]] = []
         for batch in _batches(texts):
             if sum(map(len, batch)) < THREAD_CHARS:
-                tokens += map(self._phases.timed("tokenize", self.tokenizer.encode), batch)
+                tokens += map(self._timed("tokenize", self.tokenizer.encode), batch)
                 await asyncio.sleep(0)
             else:
                 tokens += await self._in_thread("tokenize", partial(list, map(self._encode_long, batch)))
@@ -205,7 +205,7 @@ class Service:
         """The text of tokens."""
         decode = partial(self.tokenizer.decode, tokens, skip_special_tokens=skip_special_tokens)
         if len(tokens) < THREAD_TOKENS:
-            return self._phases.timed("detokenize", decode)()
+            return self._timed("detokenize", decode)()
         return await self._in_thread("detokenize", decode)
 
     async def encode_chat(self, messages: Sequence[Message]) -> ChatPrompt:
@@ -250,11 +250,15 @@ class Service:
         """
         size = least + sum(json_size(value, THREAD_CHARS) for value in values)
         if size < THREAD_CHARS:
-            return self._phases.timed("tokenize", work)()
+            return self._timed("tokenize", work)()
         return await self._in_thread("tokenize", work)
 
     async def _in_thread(self, phase: FrontEndPhase, work: Callable[[], T]) -> T:
-        return await self._threads.run(self._phases.timed_in_thread(phase, work))
+        return await self._threads.run(self.client.traced(phase, self.client.phases.timed_in_thread(phase, work)))
+
+    def _timed(self, phase: FrontEndPhase, work: Callable[P, T]) -> Callable[P, T]:
+        """`work` on the event loop, counted as the phase's and shown in traces."""
+        return self.client.traced(phase, self.client.phases.timed(phase, work))
 
     def _check_number(self, messages: Sequence[object], parameter: str) -> None:
         if len(messages) > self.max_len:

@@ -424,7 +424,7 @@ def test_profiles_of_a_running_server_have_every_process(server: Any, client: op
             assert set(report["processes"]) == {*front_ends, "engine", "rank 0"}
             events = json.loads(gzip.decompress(Path(report["path"]).read_bytes()))["traceEvents"]
             names = {event["name"] for event in events}
-            assert {"outputs", "schedule", "decode 1"} <= names
+            assert {"outputs", "detokenize", "write", "schedule", "decode 1"} <= names
             assert any(name.startswith("aten::") for name in names)
             assert any(name.startswith("request cmpl-") for name in names)
         admin.post("/start_profile")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,25 @@ def test_spans_go_to_each_trace_that_is_recorded(tmp_path: Path) -> None:
     join_writers()
     parts = [json.loads((directory / "front-end-1.part.json").read_bytes()) for directory in directories]
     assert [[span[1] for span in part["spans"]] for part in parts] == [["span 0", "span 1"], ["span 1"]]
+
+
+def test_work_is_a_span_of_its_thread_though_it_raises(tmp_path: Path) -> None:
+    trace = FrontEndTrace()
+    trace.update(RecordSpans(0, str(tmp_path), "front-end-1", True))
+    assert trace.spanned("tokenize", len)("four") == 4
+    with pytest.raises(ZeroDivisionError):
+        trace.spanned("write", lambda: 1 // 0)()
+    with ThreadPoolExecutor(1, thread_name_prefix="text") as threads:
+        assert threads.submit(trace.spanned("detokenize", len), "five").result() == 4
+    trace.update(RecordSpans(0, str(tmp_path), "front-end-1", False))
+    join_writers()
+    spans = json.loads((tmp_path / "front-end-1.part.json").read_bytes())["spans"]
+    assert [span[:2] for span in spans] == [
+        ["event loop", "tokenize"],
+        ["event loop", "write"],
+        ["text 0", "detokenize"],
+    ]
+    assert all(begin <= end for _, _, begin, end, *_ in spans)
 
 
 def test_a_replica_that_is_down_is_recorded_no_more(tmp_path: Path) -> None:
