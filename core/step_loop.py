@@ -10,13 +10,12 @@ import attrs
 
 from engine.core.errors import EngineError
 from engine.core.executors.base import Executor, PendingResult
-from engine.core.gc_pauses import PauseCounts
 from engine.core.graph_uses import GraphUses
 from engine.core.phase_timer import PhaseTimer
 from engine.core.plugin_host.faults import PluginCall, name_fault
 from engine.core.profiling.live import StepMeter
 from engine.core.schedulers.scheduler import Scheduler
-from engine.core.types import EngineStats, Output, Step, StepResult
+from engine.core.types import EngineStats, HistogramCounts, Output, Step, StepResult
 
 if TYPE_CHECKING:
     from engine.core.grammars.compiler import Grammars
@@ -53,7 +52,7 @@ class StepLoop:
         self._in_flight: deque[tuple[Step, PendingResult]] = deque()
         self._kernels_compiled = self._graphs_captured = 0
         self._graph_uses = GraphUses()
-        self._worker_pauses: tuple[tuple[str, PauseCounts], ...] = ()
+        self._worker_pauses: tuple[tuple[str, tuple[HistogramCounts, ...]], ...] = ()
         self.timers = defaultdict(PhaseTimer, {phase: PhaseTimer() for phase in STEP_PHASES})
         """By phase, those of STEP_PHASES and of the runner."""
         self.recorder: Recorder | None = None

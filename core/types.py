@@ -16,7 +16,6 @@ import msgspec
 from attrs import evolve, field, frozen
 
 from engine.core.errors import InvalidRequestError
-from engine.core.gc_pauses import PauseCounts
 from engine.core.grammars.grammar import Grammar
 from engine.core.profiling.cost import ModelCost, Peaks
 from engine.core.profiling.live import StepWork
@@ -328,8 +327,9 @@ class StepResult:
     graph_size: int | None = None
     """What the CUDA graphs that ran the step were captured for: sequences, or tokens where the step has chunks.
     0: the step ran without graphs. None: there are no graphs."""
-    gc_pauses: PauseCounts = ()
-    """Garbage collections so far of the process of rank 0; () from an executor that runs in the engine's process."""
+    gc_pauses: tuple[HistogramCounts, ...] = ()
+    """Pauses of garbage collections so far, seconds, by generation, in the process of rank 0; () from an executor that
+    runs in the engine's process."""
 
 
 @frozen(kw_only=True)
@@ -370,6 +370,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     """With the first and the last output only; `finished` is the time of the output."""
     num_tokens: int = 0
     """With the last output only: tokens generated in all."""
+    preemptions: int = 0
+    """With the last output only: how often the request was preempted."""
 
 
 @frozen(kw_only=True)
@@ -515,7 +517,7 @@ class EngineStats:
     """What steps computed and moved on rank 0, by kind of step; () where that is off or unknown."""
     peaks: Peaks | None = None
     """Of the device of rank 0; None: unknown, or `work` is off."""
-    gc_pauses: tuple[tuple[str, PauseCounts], ...] = ()
+    gc_pauses: tuple[tuple[str, tuple[HistogramCounts, ...]], ...] = ()
     """(process, its garbage collections): engine and, if it has a process of its own, rank 0 as worker."""
     step_tokens: HistogramCounts = HistogramCounts()
     """Tokens that each step computed; each iteration of a multi-step step counts. Bounds: STEP_TOKENS_BOUNDS."""

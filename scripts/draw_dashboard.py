@@ -14,12 +14,13 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.prometheus.prometheus_server import filled  # noqa: E402
-from tests.prometheus.test_prometheus_scrape import DASHBOARD, scraped  # noqa: E402
+from tests.prometheus.test_prometheus_scrape import DASHBOARD, DASHBOARD_OPTIONS, scraped  # noqa: E402
 
 SECONDS = 25
 """Of load after the first requests."""
@@ -29,7 +30,7 @@ COLUMNS = 4
 def main() -> None:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "img" / "dashboard.png"
     panels = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-    with scraped("engine", 1) as (model, prometheus):
+    with scraped("engine", 1, *DASHBOARD_OPTIONS) as (model, prometheus):
         time.sleep(SECONDS)
         end = time.time()
         found = [
@@ -56,6 +57,7 @@ def main() -> None:
         if len(axis.lines) < 12:
             axis.legend(fontsize=6, loc="best")
     figure.savefig(out, dpi=70)
+    Image.open(out).convert("RGB").quantize(64).save(out, optimize=True)
     print(f"wrote {out}")
 
 

@@ -1,27 +1,25 @@
-"""`engine profile layers`: the time, bytes and FLOPs of every layer in decode and prefill steps of an offline load."""
+"""`engine profile layers`: the time, bytes and FLOPs of every layer, in steps of a server or of an offline load."""
 
 from __future__ import annotations
 
-import csv
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import attrs
 import typer
-from attrs import frozen
 
 from engine.cli.bench.load import Load, opened, say
 from engine.cli.bench.report import Json, engine_settings, header, write
-from engine.cli.options import OFFLINE, configured
-from engine.cli.tables import print_table
+from engine.cli.options import ADMIN_KEY_VARIABLE, OFFLINE, configured, refuse_settings
+from engine.cli.profile.layer_report import Profiled, as_json, print_layers, write_csv
+from engine.cli.profile.trace import admin_key, post
 from engine.core.config import Resolved
 from engine.core.errors import ConfigError, ControlError
 
 if TYPE_CHECKING:
     from engine.core.engine import Engine
-    from engine.core.profiling import LayerTable, Peaks, RankLayers
+    from engine.core.profiling import Peaks, RankLayers
 
 SETTLE = 4
 """Steps before the timed ones."""
@@ -29,28 +27,29 @@ SKIP = 2
 """Steps under the profiler before those that count."""
 SLACK = 8
 """Spare steps, so that no sequence finishes."""
-
-
-@frozen(kw_only=True)
-class Profiled:
-    """Steps of one kind by layer."""
-
-    title: str
-    ranks: tuple[RankLayers, ...]
-    step_us: float
-    """us per step by the engine's clock, without the profiler."""
-    profiled_us: float
-    """us per step by the engine's clock, under the profiler."""
+MAX_ITERATIONS = 16
+"""Tokens per sequence and step that sequences have room for, as far as contexts do: schedulers may run several
+iterations per step."""
 
 
 @configured(without=OFFLINE)
 def layers(
     *,
-    batch: Annotated[int, typer.Option(help="Sequences that decode.", min=1)] = 64,
-    context: Annotated[int, typer.Option(help="Prompt tokens of each, which decoding adds to.", min=1)] = 512,
+    url: Annotated[
+        str, typer.Option(help="A running server under load; without it, an offline load is profiled.")
+    ] = "",
+    admin_api_key: Annotated[
+        str, typer.Option(help=f"With --url: its admin key; better give it in {ADMIN_KEY_VARIABLE}.")
+    ] = "",
+    replica: Annotated[int, typer.Option(help="With --url: the replica to profile.", min=0)] = 0,
+    seconds: Annotated[float, typer.Option(help="With --url: seconds to wait for the steps.", min=0.1)] = 10.0,
+    batch: Annotated[int, typer.Option(help="Without --url: sequences that decode.", min=1)] = 64,
+    context: Annotated[
+        int, typer.Option(help="Without --url: prompt tokens of each, which decoding adds to.", min=1)
+    ] = 512,
     steps: Annotated[int, typer.Option(help="Steps to profile.", min=1)] = 20,
     prefill: Annotated[
-        int, typer.Option(help="Profile steps of prompts of this many tokens, too; 0: none.", min=0)
+        int, typer.Option(help="Without --url: profile steps of prompts of this many tokens, too; 0: none.", min=0)
     ] = 0,
     by: Annotated[
         str,
@@ -68,28 +67,64 @@ def layers(
     output: Json = None,
     resolved: Resolved,
 ) -> None:
-    """Time, bytes and FLOPs of every layer in decode steps, and in prefill steps, next to what the device could."""
+    """Time, bytes and FLOPs of every layer in the steps of a server or of a load, next to what the device could."""
     if by not in ("auto", "module", "kind"):
         raise ConfigError(f"--by {by!r} is none of auto, module and kind")
     from engine.core.profiling import find_peaks, make_layer_table
 
-    with opened(resolved.config) as engine:
-        peaks = find_peaks(engine.config.roofline, engine.device, engine.cache_info.dtype)
-        profiled = [profile_decode(engine, batch, context, steps)]
-        if prefill:
-            profiled.append(profile_prefill(engine, prefill, steps))
+    if url:
+        refuse_settings(resolved)
+        found_there, peaks = profile_server(url, admin_key(admin_api_key), replica, steps, seconds)
+        profiled, machine = [found_there], f"the server at {url}"
+        settings: dict[str, object] = {"steps": steps, "replica": replica}
+    else:
+        with opened(resolved.config) as engine:
+            peaks = find_peaks(engine.config.roofline, engine.device, engine.cache_info.dtype)
+            profiled = [profile_decode(engine, batch, context, steps)]
+            if prefill:
+                profiled.append(profile_prefill(engine, prefill, steps))
+        settings = engine_settings(engine) | {"batch": batch, "context": context, "steps": steps, "prefill": prefill}
+        settings["tensor_parallel"] = engine.config.executor.tensor_parallel
+        machine = engine.cache_info.device
     chosen: Literal["module", "kind"] | None = {"module": "module", "kind": "kind"}.get(by)  # type: ignore[assignment]
     tables = [make_layer_table(one.ranks, peaks, by=chosen, depth=depth or None) for one in profiled]
     for one, made in zip(profiled, tables, strict=True):
         print_layers(one, made, peaks)
     if table is not None:
-        _write_csv(table, profiled, tables)
+        write_csv(table, profiled, tables)
     if output is not None:
-        settings = engine_settings(engine) | {"batch": batch, "context": context, "steps": steps, "prefill": prefill}
-        settings["tensor_parallel"] = engine.config.executor.tensor_parallel
         settings["peaks"] = None if peaks is None else attrs.asdict(peaks)
-        found = [_as_json(one, made) for one, made in zip(profiled, tables, strict=True)]
-        write(output, header("profile layers", engine.cache_info.device, settings) | {"tables": found})
+        found = [as_json(one, made) for one, made in zip(profiled, tables, strict=True)]
+        write(output, header("profile layers", machine, settings) | {"tables": found})
+
+
+def profile_server(url: str, key: str, replica: int, steps: int, seconds: float) -> tuple[Profiled, Peaks | None]:
+    """Profile steps of a running server; return also the peaks of its device. Raises ServerError."""
+    import msgspec
+
+    from engine.core.profiling import Peaks, RankLayers
+
+    asked = {"replica": replica}
+    began = post(url, key, "/start_layer_profile", asked | {"steps": steps})["replicas"][0]
+    say(f"waiting for {steps} steps for {seconds:g} s")
+    time.sleep(seconds)
+    ended = post(url, key, "/stop_layer_profile", asked)["replicas"][0]
+    ranks = tuple(msgspec.convert(ended["ranks"], list[RankLayers]))
+    measured = ended["steps"] - began["steps"]
+    found = Profiled(
+        title=f"the server at {url}, {_kinds(ranks[0])}",
+        ranks=ranks,
+        step_us=(ended["seconds"] - began["seconds"]) / measured * 1e6 if measured else None,
+        profiled_us=None,
+    )
+    peaks = ended["peaks"]
+    return found, None if peaks is None else Peaks(**peaks)
+
+
+def _kinds(rank: RankLayers) -> str:
+    """The sizes of the steps."""
+    decodes, tokens = rank.decodes, rank.prefill_tokens
+    return f"{decodes[0]} to {decodes[-1]} decodes and {tokens[0]} to {tokens[-1]} prefill tokens per step"
 
 
 def profile_decode(engine: Engine, batch: int, context: int, steps: int) -> Profiled:
@@ -105,7 +140,8 @@ def profile_decode(engine: Engine, batch: int, context: int, steps: int) -> Prof
             f"--context {context} and {outputs} tokens that are decoded make more than the {engine.max_len} that a"
             " context can have; give a shorter --context or fewer --steps"
         )
-    load = Load(name="", lengths=((context, outputs),) * batch)
+    most = min(engine.max_len - context, MAX_ITERATIONS * outputs)
+    load = Load(name="", lengths=((context, most),) * batch)
     made = dict.fromkeys((f"layers-{number}" for number in range(batch)), 0)
     for request in load.requests(engine.vocab_size, "layers-"):
         engine.add(request)
@@ -155,9 +191,7 @@ def profile_prefill(engine: Engine, length: int, steps: int) -> Profiled:
 
 def _profiled(engine: Engine, title: str, steps: int) -> Profiled:
     """Time `steps` steps without the profiler, then profile as many."""
-    import msgspec
-
-    from engine.core.profiling import LayerRow, RankLayers
+    from engine.core.profiling import stop_layers
 
     def timed(count: int) -> float:
         """us per step, from result to result."""
@@ -173,15 +207,10 @@ def _profiled(engine: Engine, title: str, steps: int) -> Profiled:
         for _ in range(SKIP):
             _step(engine)
         under = timed(steps)
-        answers = engine.call("stop_layers")
+        ranks = stop_layers(engine.call)
     except ControlError:
         engine.call("stop_layers", {"discard": True})
         raise
-    ranks = [msgspec.convert(answer, RankLayers) for answer in answers]
-    while len(ranks[0].rows) < ranks[0].num_rows:
-        more = engine.call("read_layers", {"start": len(ranks[0].rows)})
-        for rank, rows in zip(ranks, more, strict=True):
-            rank.rows.extend(msgspec.convert(rows, list[LayerRow]))
     say(f"profiled {title}")
     return Profiled(title=title, ranks=tuple(ranks), step_us=plain, profiled_us=under)
 
@@ -191,133 +220,3 @@ def _step(engine: Engine) -> None:
     if not engine.has_work:
         raise ConfigError("the load ended before all steps were profiled: more tokens per step; give fewer --steps")
     engine.step()
-
-
-Column = tuple[str, Callable[[Any], str]]
-
-
-def print_layers(profiled: Profiled, table: LayerTable, peaks: Peaks | None) -> None:
-    """Print the table, its sum, and what the ranks did."""
-    many = len(table.ranks) > 1
-    device = "operators us" if table.device == "cpu" else "device us"
-    columns: list[Column] = [
-        ("module", lambda line: line.name),
-        ("calls", lambda line: _number(line.calls, "g")),
-        ("CPU us", lambda line: _number(line.cpu_us)),
-        (device, lambda line: f"{line.device_us:,.1f}"),
-        ("share", lambda line: f"{line.share:.1%}"),
-        ("MB", lambda line: _number(line.bytes / 1e6, ",.3f")),
-        ("GFLOP", lambda line: _number(line.flops / 1e9, ",.3f")),
-        ("FLOP/B", lambda line: _number(line.intensity)),
-    ]
-    if peaks is not None:
-        columns += [
-            ("floor us", lambda line: _number(line.floor_us, ",.2f")),
-            ("reached", lambda line: "" if line.reached is None else f"{line.reached:.1%}"),
-        ]
-    if many:
-        columns += [
-            ("collective us", lambda line: _number(line.collective_us)),
-            ("spread us", lambda line: f"{line.spread_us:,.1f}"),
-            ("slowest", lambda line: f"rank {line.slowest}"),
-        ]
-    rows = [[cell(line) for _, cell in columns] for line in table.lines]
-    total = {
-        "module": "sum",
-        "CPU us": _number(sum(line.cpu_us for line in table.lines)),
-        device: f"{table.sum_us:,.1f}",
-        "share": f"{table.sum_us / table.step_us:.1%}",
-        "MB": _number(table.bytes / 1e6, ",.3f"),
-        "GFLOP": _number(table.flops / 1e9, ",.3f"),
-        "FLOP/B": _number(table.flops / table.bytes if table.bytes else None),
-        "floor us": _number(table.floor_us, ",.2f"),
-        "reached": "" if table.floor_us is None else f"{table.floor_us / table.step_us:.1%}",
-        "collective us": _number(sum(line.collective_us for line in table.lines)),
-    }
-    rows.append([total.get(name, "") for name, _ in columns])
-    shown = f", rank {table.rank} of {len(table.ranks)}" if many else ""
-    print_table(
-        [name for name, _ in columns], rows, title=f"{profiled.title}: a step by layer, {table.steps} steps{shown}"
-    )
-    if many:
-        print_ranks(table)
-    typer.echo(
-        f"us per step: {table.sum_us:,.1f} sum of the table; {profiled.profiled_us:,.1f} by the engine's clock"
-        f" ({table.sum_us / profiled.profiled_us - 1:+.1%}), {profiled.step_us:,.1f} without the profiler"
-        f" ({table.sum_us / profiled.step_us - 1:+.1%})"
-    )
-    graphs = [f"{key} ({count})" for key, count in profiled.ranks[0].graphs if key]
-    if graphs:
-        typer.echo(f"CUDA graphs, with the number of steps: {'; '.join(graphs)}")
-    if uncounted := profiled.ranks[0].uncounted:
-        typer.echo(f"FLOPs that are not known, and so not counted: {', '.join(uncounted)}")
-    if peaks is None:
-        typer.echo(
-            "no floors: the device's peaks are not known; give --peak-bandwidth and --peak-flops, as `engine bench"
-            " latency` measures them"
-        )
-    else:
-        typer.echo(f"floors by {peaks.bandwidth / 1e12:g} TB/s and {peaks.flops / 1e12:g} TFLOP/s ({peaks.source})")
-
-
-def print_ranks(table: LayerTable) -> None:
-    """Print what each rank did, and which computes longest."""
-    rows = [
-        (one.rank, *(f"{value:,.1f}" for value in (one.step_us, one.compute_us, one.collective_us, one.idle_us)))
-        for one in table.ranks
-    ]
-    print_table(("rank", "step us", "computing us", "collectives us", "idle us"), rows, title="A step by rank")
-    typer.echo(table.slowest)
-
-
-def _number(value: float | None, form: str = ",.1f") -> str:
-    return format(value, form) if value else ""
-
-
-FIELDS = (
-    "name",
-    "kind",
-    "modules",
-    "calls",
-    "kernels",
-    "cpu_us",
-    "device_us",
-    "collective_us",
-    "share",
-    "bytes",
-    "flops",
-)
-DERIVED = ("intensity", "floor_us", "reached", "spread_us", "slowest")
-
-
-def _cells(line: Any) -> dict[str, Any]:
-    return {name: getattr(line, name) for name in (*FIELDS, *DERIVED)}
-
-
-def _write_csv(path: Path, profiled: Sequence[Profiled], tables: Sequence[LayerTable]) -> None:
-    """Write the lines of all tables as one."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ("steps", "rank", *FIELDS, *DERIVED))
-        writer.writeheader()
-        for one, table in zip(profiled, tables, strict=True):
-            for line in table.lines:
-                writer.writerow({"steps": one.title, "rank": table.rank, **_cells(line)})
-    say(f"written to {path}")
-
-
-def _as_json(profiled: Profiled, table: LayerTable) -> dict[str, Any]:
-    return {
-        "title": profiled.title,
-        "steps": table.steps,
-        "rank": table.rank,
-        "step_us": table.step_us,
-        "sum_us": table.sum_us,
-        "engine_clock_us": profiled.profiled_us,
-        "without_profiler_us": profiled.step_us,
-        "graphs": dict(profiled.ranks[0].graphs),
-        "bytes": table.bytes,
-        "flops": table.flops,
-        "floor_us": table.floor_us,
-        "ranks": [attrs.asdict(one) for one in table.ranks],
-        "lines": [_cells(line) for line in table.lines],
-    }

@@ -44,9 +44,9 @@ def trace(
     if url:
         refuse_settings(resolved)
         asked = {"steps": steps, "after": after, "activities": activities, "nvtx": nvtx, "replica": replica}
-        key = admin_api_key or os.environ.get(ADMIN_KEY_VARIABLE, "").partition(",")[0].strip()
-        _post(url, key, "/start_profile", asked)
-        answer = _post(url, key, "/stop_profile", {"wait": True, "replica": replica})
+        key = admin_key(admin_api_key)
+        post(url, key, "/start_profile", asked)
+        answer = post(url, key, "/stop_profile", {"wait": True, "replica": replica})
         _say(answer["replicas"][0])
         return
     from engine.core.timeline import TraceOptions
@@ -84,7 +84,12 @@ def _plain(report: Report) -> dict[str, Any]:
     return made
 
 
-def _post(url: str, key: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+def admin_key(given: str) -> str:
+    """The admin key: that of an option, or the first of the environment variable."""
+    return given or os.environ.get(ADMIN_KEY_VARIABLE, "").partition(",")[0].strip()
+
+
+def post(url: str, key: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The server's answer. Raises ServerError with the server's own sentence."""
     request = urllib.request.Request(
         url.rstrip("/").removesuffix("/v1") + path,

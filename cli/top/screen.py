@@ -98,10 +98,10 @@ def _fit(sections: Sequence[Section], height: int) -> list[Line]:
 
 
 def _head(state: State, shown: Figures | None, width: int) -> list[Line]:
-    parts = ["engine top", state.url]
+    status = "no answer" if state.problem else state.health.status if state.health is not None else UNKNOWN
+    parts = ["engine top", state.url, status]
     if shown is not None:
         parts.append(shown.model)
-    parts.append("no answer" if state.problem else state.health.status if state.health is not None else UNKNOWN)
     if shown is not None and shown.started is not None and not state.problem:
         parts.append(f"up {duration(state.now - shown.started)}")
     right = f"every {state.interval:g} s  {state.clock}"
@@ -207,7 +207,7 @@ def _phases(shown: Figures, width: int) -> list[Line]:
 
 def _roofline(rows: Sequence[Roofline], width: int) -> list[Line]:
     if not rows:
-        return [Line(_joined("Roofline", ["no step, or the server runs with --no-roofline-metrics"], width))]
+        return [Line(_joined("Roofline", ["no step, or not measured (--no-roofline-metrics)"], width))]
     found = _table(ROOFLINE_COLUMNS, rows, width)
     if rows[-1].floor_share is None:
         text = "the peaks of this device are unknown: start the server with --peak-bandwidth and --peak-flops"

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from engine.core.profiling.layer_table import LayerTable as LayerTable, make_layer_table as make_layer_table
     from engine.core.profiling.live import StepKind as StepKind, StepMeter as StepMeter, StepWork as StepWork
     from engine.core.profiling.peaks import find_peaks as find_peaks
-    from engine.core.profiling.rank_layers import LayerRow as LayerRow, RankLayers as RankLayers
+    from engine.core.profiling.rank_layers import (
+        LayerRow as LayerRow,
+        RankLayers as RankLayers,
+        stop_layers as stop_layers,
+    )
     from engine.core.profiling.step_shape import (
         StepShape as StepShape,
         visible_keys as visible_keys,
@@ -52,6 +56,7 @@ __getattr__, __dir__, __all__ = exports(
     rank_layers=(
         "LayerRow",
         "RankLayers",
+        "stop_layers",
     ),
     step_shape=(
         "StepShape",

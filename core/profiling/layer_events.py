@@ -17,6 +17,8 @@ STEP = "[step] "
 """Begins the annotation of a step; its number follows."""
 MODULE = "[module] "
 """Begins the annotation of a call of a module; the module's name follows."""
+PART = "[part] "
+"""Begins the annotation of what belongs to a module without being a call of it; the module's name follows."""
 COLLECTIVE = "[collective]"
 """Annotation of an operation in which all ranks take part."""
 KERNEL = "[kernel]"
@@ -116,8 +118,6 @@ class HostEvents:
         self.launches: dict[int, Launch] = {}
         """By correlation id, in the order in which they were made."""
         self.twins: dict[str, Twin] = {}
-        self.replays: Counter[int] = Counter()
-        """Number of a step -> graphs that it replayed."""
         self.operators: list[Ran] = []
         """Those within steps and not within others, kernels without operators, collectives."""
         self._open: list[_Open] = []
@@ -160,7 +160,9 @@ class HostEvents:
         elif not self._open:
             return
         elif name.startswith(MODULE):
-            self._module(name.removeprefix(MODULE), end, own)
+            self._module(name.removeprefix(MODULE), end, own, 1)
+        elif name.startswith(PART):
+            self._module(name.removeprefix(PART), end, own, 0)
         elif name == COLLECTIVE:
             self._operator(event, True)
             top = self._open[-1]
@@ -170,7 +172,7 @@ class HostEvents:
         elif name == BREAK and self._twin is not None:
             self._twin.launches.append([])
 
-    def _module(self, name: str, end: float, duration: float) -> None:
+    def _module(self, name: str, end: float, duration: float, calls: int) -> None:
         top = self._open[-1]
         account = top.account or top
         if name == top.module:
@@ -178,23 +180,20 @@ class HostEvents:
             return
         account.own -= duration
         times = self.modules.setdefault(name, ModuleTimes())
-        times.calls += top.counts
+        times.calls += calls * top.counts
         if self._twin is not None:
-            self._twin.calls[name] += 1
+            self._twin.calls[name] += calls
         self._open.append(_Open(end, name, top.collective, top.step, top.counts, duration))
 
     def _launch(self, event: Event) -> None:
         correlation = event.get("args", {}).get("correlation")
-        if correlation is None:
+        if correlation is None or correlation in self.launches:  # a call of the driver within one of the runtime
             return
         top, replays = self._open[-1], "GraphLaunch" in event["name"]
         if self._twin is not None:
             self._twin.launches[-1].append(correlation)
-        if replays and top.counts and top.step is not None:
-            self.replays[top.step] += 1
-            times = self.modules.setdefault(REPLAY, ModuleTimes())
-            times.calls += 1
-            times.cpu += event["dur"]
+        if replays and top.counts:
+            self.modules.setdefault(REPLAY, ModuleTimes()).cpu += event["dur"]
             (top.account or top).own -= event["dur"]
         self.launches[correlation] = Launch(top.module, top.collective, top.step, replays)
 

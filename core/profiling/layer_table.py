@@ -16,6 +16,8 @@ IDLE = "(idle)"
 """The line of the time in which nothing ran on the device."""
 MANY_LAYERS = 8
 """With more decoder layers, the lines are by kind unless asked for by module."""
+EQUAL = 0.05
+"""Ranks whose computing times differ by less are called equal."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -90,12 +92,19 @@ class LayerTable:
         return sum(line.device_us for line in self.lines)
 
     @property
+    def busy_us(self) -> float:
+        """The time in which the device ran anything."""
+        return self.sum_us - sum(line.device_us for line in self.lines if line.name == IDLE)
+
+    @property
     def slowest(self) -> str:
-        """Which rank computes longest, and how long the others wait for it, in a sentence; empty for one rank."""
+        """Which rank computes longest, and how long others wait for it, in a sentence; empty for one rank."""
         if len(self.ranks) == 1:
             return ""
         longest, shortest = (choose(self.ranks, key=lambda one: one.compute_us) for choose in (max, min))
         more = longest.compute_us / shortest.compute_us - 1 if shortest.compute_us else 0.0
+        if more < EQUAL:
+            return f"all ranks compute for about the same time: {more:.1%} between the longest and the shortest"
         return (
             f"rank {longest.rank} computes longest: {longest.compute_us:,.1f} us per step, {more:.1%} more than rank"
             f" {shortest.rank}, which spends {shortest.collective_us:,.1f} us in collectives and rank {longest.rank}"

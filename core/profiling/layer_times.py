@@ -13,7 +13,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from attrs import frozen
 
 from engine.core.errors import ControlError
-from engine.core.profiling.layer_events import Event, HostEvents, Launch, ModuleTimes, Ran, Twin, is_collective
+from engine.core.profiling.layer_events import (
+    REPLAY,
+    Event,
+    HostEvents,
+    Launch,
+    ModuleTimes,
+    Ran,
+    Twin,
+    is_collective,
+)
 
 COPIES = "(copies in graphs)"
 """Copies within replays whose order differs from that of the twin."""
@@ -51,65 +60,82 @@ def attribute(
     last = max(host.steps, default=first)
     if last <= first:
         raise ControlError("fewer than two steps were recorded, so that no step has an end; run more steps")
-    ran, begin, end = host.operators, host.steps[first], host.steps[last]
-    if device != "cpu":
-        ran, begin, end = _on_device(host, kernels, graphs, first, last)
+    if device == "cpu":
+        _add_device_times(host.modules, host.operators, host.steps[first], host.steps[last])
+        return Attribution(last - first, host.steps[last] - host.steps[first], host.modules)
+    device_events = _DeviceEvents(host, kernels)
+    ran = device_events.attributed(graphs, first, last)
+    begin, end = device_events.begins[first], device_events.begins[last]
     _add_device_times(host.modules, ran, begin, end)
     for number in range(first, last):
-        if twin := host.twins.get(graphs.get(number, "")):
-            repeats = host.replays[number] // len(twin.launches)
-            for module, calls in twin.calls.items():
-                host.modules[module].calls += calls * repeats
+        _add_replays(host, graphs.get(number, ""), number, device_events.replays[number])
     return Attribution(last - first, end - begin, host.modules)
 
 
-def _on_device(
-    host: HostEvents, kernels: Sequence[Event], graphs: Mapping[int, str], first: int, last: int
-) -> tuple[list[Ran], float, float]:
-    """What ran on the device with its module, and the begin and the end of the steps there."""
-    by_launch: dict[int, list[Event]] = {}
-    ran: list[Ran] = []
-    for event in kernels:
-        correlation = event.get("args", {}).get("correlation")
-        if correlation in host.launches:
-            by_launch.setdefault(correlation, []).append(event)
-        else:
-            ran.append(_ran(event, OUTSIDE, False))
-    for events in by_launch.values():
-        events.sort(key=lambda event: event["ts"])
-    begins: dict[int, float] = {}
-    places: Counter[int] = Counter()
-    matches = {key: _Match(key, twin, host, by_launch) for key, twin in host.twins.items()}
-    for correlation, launch in host.launches.items():
-        events = by_launch.get(correlation, [])
-        if launch.step is None:
-            continue  # of a twin, which is no step
-        if events:
-            begins[launch.step] = min(begins.get(launch.step, float("inf")), events[0]["ts"])
-        if not launch.replays:
-            ran += (_ran(event, launch.module, launch.collective) for event in events)
-        elif launch.step < first or launch.step >= last:
-            ran += (_ran(event, OUTSIDE, False) for event in events)
-        else:
-            match = matches.get(graphs.get(launch.step, ""))
-            if match is None:
-                raise ControlError(f"step {launch.step} replays a CUDA graph that was not run kernel by kernel as well")
-            ran += match.attributed(places[launch.step], events)
-            places[launch.step] += 1
-    for number in range(first, last):
-        key = graphs.get(number, "")
-        expected = len(host.twins[key].launches) if key in host.twins else 1
-        if key and (not host.replays[number] or host.replays[number] % expected):
+class _DeviceEvents:
+    """What ran on the device, by the calls that launched it."""
+
+    def __init__(self, host: HostEvents, kernels: Iterable[Event]) -> None:
+        self._host = host
+        self._outside: list[Event] = []
+        self._by_launch: dict[int, list[Event]] = {}
+        self.begins: dict[int, float] = {}
+        """Number of a step -> begin of the first kernel or copy that it launched."""
+        self.replays: Counter[int] = Counter()
+        """Number of a step -> graphs that it replayed."""
+        for event in sorted(kernels, key=lambda event: event["ts"]):
+            correlation = event.get("args", {}).get("correlation")
+            launch = host.launches.get(correlation)
+            if launch is None:
+                self._outside.append(event)
+                continue
+            self._by_launch.setdefault(correlation, []).append(event)
+            if launch.step is not None:
+                self.begins.setdefault(launch.step, event["ts"])
+
+    def attributed(self, graphs: Mapping[int, str], first: int, last: int) -> list[Ran]:
+        """All of it with its module. graphs, first: as in `attribute`. last: the step that is not counted."""
+        if first not in self.begins or last not in self.begins:
             raise ControlError(
-                f"step {number} replayed {host.replays[number]} CUDA graphs, where {key} consists of {expected};"
-                " profile with --graphs off instead"
+                "the profiler saw no kernel of these steps; is another profiler attached to the device, or does torch"
+                " lack its tracing (CUPTI)?"
             )
-    if first not in begins or last not in begins:
+        ran = [_ran(event, OUTSIDE, False) for event in self._outside]
+        matches = {key: _Match(key, twin, self._host, self._by_launch) for key, twin in self._host.twins.items()}
+        for correlation, launch in self._host.launches.items():
+            events = self._by_launch.get(correlation, [])
+            if not events or launch.step is None:  # a call that launches nothing; a twin, which is no step
+                continue
+            if not launch.replays:
+                ran += (_ran(event, launch.module, launch.collective) for event in events)
+            elif not first <= launch.step < last:
+                ran += (_ran(event, OUTSIDE, False) for event in events)
+            else:
+                match = matches.get(graphs.get(launch.step, ""))
+                if match is None:
+                    raise ControlError(
+                        f"step {launch.step} replays a CUDA graph that was not run kernel by kernel as well; profile"
+                        " with --graphs off instead"
+                    )
+                ran += match.attributed(self.replays[launch.step], events)
+                self.replays[launch.step] += 1
+        return ran
+
+
+def _add_replays(host: HostEvents, key: str, number: int, replays: int) -> None:
+    """Add the calls of a step's replays, and those of modules in them. key: of the step's graphs; empty: none."""
+    if not key:
+        return
+    twin = host.twins.get(key)
+    graphs = 1 if twin is None else len(twin.launches)
+    if twin is None or not replays or replays % graphs:
         raise ControlError(
-            "the profiler saw no kernel of these steps; is another profiler attached to the device, or does torch lack"
-            " its tracing (CUPTI)?"
+            f"step {number} replayed {replays} CUDA graphs, where {key} consists of {graphs}; profile with --graphs off"
+            " instead"
         )
-    return ran, begins[first], begins[last]
+    host.modules.setdefault(REPLAY, ModuleTimes()).calls += replays
+    for module, calls in twin.calls.items():
+        host.modules[module].calls += calls * (replays // graphs)
 
 
 class _Match:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import msgspec
 
 
@@ -54,3 +57,16 @@ class RankLayers(msgspec.Struct, frozen=True, kw_only=True):
     num_rows: int
     rows: list[LayerRow]
     """The first of `num_rows`."""
+
+
+def stop_layers(call: Callable[[str, Mapping[str, Any]], list[Any]]) -> list[RankLayers]:
+    """End a profile by layer; return all ranks' answers with all of their rows.
+
+    call: runs a control operation on all ranks, as `Engine.call`. Raises what it raises.
+    """
+    ranks = [msgspec.convert(answer, RankLayers) for answer in call("stop_layers", {})]
+    while len(ranks[0].rows) < ranks[0].num_rows:
+        more = call("read_layers", {"start": len(ranks[0].rows)})
+        for rank, rows in zip(ranks, more, strict=True):
+            rank.rows.extend(msgspec.convert(rows, list[LayerRow]))
+    return ranks

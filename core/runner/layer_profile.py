@@ -29,7 +29,7 @@ from engine.core.types import Step
 if TYPE_CHECKING:
     from engine.core.attention.groups import CacheLayout
     from engine.core.layers import LayerFactory
-    from engine.core.profiling.cost import ModelCost
+    from engine.core.profiling.cost import ModelCost, ModuleCost
     from engine.core.sampling.base import SamplingPath
 
 ROWS_PER_ANSWER = 400
@@ -41,6 +41,8 @@ class StartLayers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     skip: int = 2
     """Steps that are recorded first and not counted."""
+    steps: int = 0
+    """Steps to count, after which recording ends; 0: until `stop_layers`."""
 
 
 class StopLayers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,8 +102,13 @@ class LayerProfile:
         self._layout = layout
         self._ranges = ModuleRanges(launcher.state, layers, layout, group)
         self._profile: Any = None
+        """While steps are recorded."""
+        self._recorded: Any = None
+        """From the end of the recording until `stop`."""
         self._cost: ModelCost | None = None
         self._skip = 0
+        self._most = 0
+        """Steps after which recording ends; 0: it does not by itself."""
         self._steps: list[_RecordedStep] = []
         self._path: SamplingPath | None = None
         """The sampling path of the graph that was replayed last."""
@@ -116,15 +123,14 @@ class LayerProfile:
         """Begin to record. Raises ControlError if steps are recorded already."""
         if self._profile is not None:
             raise ControlError("the layers are profiled already; stop that first")
-        self._skip, self._steps, self._rows = arguments.skip, [], []
+        self._skip, self._steps, self._rows, self._recorded = arguments.skip, [], [], None
+        self._most = arguments.steps and arguments.skip + arguments.steps + 1
         self._cost = count_model(self._layers, self._layout)
-        kinds = [torch.profiler.ProfilerActivity.CPU]
         if self._device.type != "cpu":
-            kinds.append(torch.profiler.ProfilerActivity.CUDA)
-            with torch.profiler.profile(activities=kinds):  # the first use sets up the tracing of the device
+            with self._profiler():  # the first use sets up the tracing of the device, which takes long
                 torch.ones(1, device=self._device.torch_name).add_(1)
                 torch.cuda.synchronize(self._device.torch_name)
-        profile: Any = torch.profiler.profile(activities=kinds)
+        profile = self._profiler()
         profile.start()
         try:
             self._ranges.add()
@@ -141,19 +147,29 @@ class LayerProfile:
 
         Raises ControlError if nothing is recorded, or if kernels cannot be attributed.
         """
-        profile, self._profile = self._profile, None
-        if profile is None:
-            if arguments.discard:
-                return None
+        self._end()
+        recorded, self._recorded = self._recorded, None
+        if arguments.discard:
+            return None
+        if recorded is None:
             raise ControlError("the layers are not profiled; start that first")
-        self._launcher.observe(None)
-        try:
-            if not arguments.discard:
-                self._run_twins()
-        finally:
+        twins = self._run_twins()  # first: all ranks take part, whatever becomes of their events
+        return self._report([*_events(recorded), *twins])
+
+    def _end(self) -> None:
+        """End the recording, if it has not ended, and put the modules back."""
+        if self._profile is not None:
+            self._launcher.observe(None)
             self._ranges.remove()
-            profile.stop()
-        return None if arguments.discard else self._report(profile)
+            self._recorded, self._profile = self._profile, None
+            self._recorded.stop()
+
+    def _profiler(self) -> Any:
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if self._device.type != "cpu":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        profile: Any = torch.profiler.profile(activities=kinds)
+        return profile
 
     def read(self, arguments: ReadLayers) -> list[LayerRow]:
         """Some more rows of the last profile."""
@@ -161,6 +177,9 @@ class LayerProfile:
 
     def _launch(self, step: Step, launch: Callable[[Step], PendingStep]) -> PendingStep:
         """Launch a step within an annotation, and note its shape."""
+        if len(self._steps) == self._most > 0:
+            self._end()
+            return launch(step)
         with torch.profiler.record_function(f"{STEP}{len(self._steps)}"):
             pending = launch(step)
         graphs = None
@@ -192,25 +211,33 @@ class LayerProfile:
         )
         return evolve(shape, iterations=step.iterations)
 
-    def _run_twins(self) -> None:
-        """Run each captured step that the recorded steps replayed kernel by kernel, for the modules of its kernels."""
-        graphs = self._launcher.graphs
-        for one in dict.fromkeys(step.graphs for step in self._steps):
-            if one is None:
-                continue
-            annotation: Any = torch.profiler.record_function(TWIN + one.key)
-            if one.path is not None and graphs.decode is not None:
-                graphs.decode.run_without_graph(one.size, one.path, annotation)
-            elif graphs.piecewise is not None:
-                graphs.piecewise.run_without_graphs(one.size, annotation, _mark_break)
-        if self._device.type != "cpu":
-            torch.cuda.synchronize(self._device.torch_name)
+    def _run_twins(self) -> list[Event]:
+        """Run each captured step that the recorded steps replayed kernel by kernel; return the profiler's events."""
+        used = [one for one in dict.fromkeys(step.graphs for step in self._steps) if one is not None]
+        if not used:
+            return []
+        graphs, profile = self._launcher.graphs, self._profiler()
+        profile.start()
+        try:
+            self._ranges.add()
+            for one in used:
+                annotation: Any = torch.profiler.record_function(TWIN + one.key)
+                if one.path is not None and graphs.decode is not None:
+                    graphs.decode.run_without_graph(one.size, one.path, annotation)
+                elif graphs.piecewise is not None:
+                    graphs.piecewise.run_without_graphs(one.size, annotation, _mark_break)
+            if self._device.type != "cpu":
+                torch.cuda.synchronize(self._device.torch_name)
+        finally:
+            self._ranges.remove()
+            profile.stop()
+        return [_renumbered(event) for event in _events(profile)]
 
-    def _report(self, profile: Any) -> RankLayers:
+    def _report(self, events: list[Event]) -> RankLayers:
         """Attribute what was recorded to modules."""
         assert self._cost is not None
         keys = {number: step.graphs.key for number, step in enumerate(self._steps) if step.graphs is not None}
-        found = attribute(_events(profile), graphs=keys, first=self._skip, device=self._device.type)
+        found = attribute(events, graphs=keys, first=self._skip, device=self._device.type)
         counted = self._steps[self._skip : self._skip + found.steps]
         shapes = [step.shape for step in counted]
         self._rows = list(_rows(self._cost, shapes, found))
@@ -235,16 +262,18 @@ class LayerProfile:
 
 def _rows(cost: ModelCost, shapes: list[StepShape], found: Attribution) -> list[LayerRow]:
     """A row per module, those that were called first, in the order of their calls."""
-    costs = {module.name: module for module in cost.modules}
+    costs: dict[str, list[ModuleCost]] = {}
+    for module in cost.modules:
+        costs.setdefault(module.name, []).append(module)
     steps, none = found.steps, ModuleTimes()
     rows = []
     for name in dict.fromkeys((*found.modules, *costs)):
-        times, module = found.modules.get(name, none), costs.get(name)
-        work = Work() if module is None else _mean([module.work(shape) for shape in shapes])
+        times, modules = found.modules.get(name, none), costs.get(name, [])
+        work = _mean([sum((module.work(shape) for module in modules), Work()) for shape in shapes])
         rows.append(
             LayerRow(
                 name=name,
-                kind="" if module is None else module.kind,
+                kind=modules[0].kind if modules else "",
                 calls=times.calls / steps,
                 kernels=times.kernels / steps,
                 cpu_us=times.cpu / steps,
@@ -274,6 +303,12 @@ def _mean(works: list[Work]) -> Work:
 def _mark_break() -> None:
     with torch.profiler.record_function(BREAK):
         pass
+
+
+def _renumbered(event: Event) -> Event:
+    """An event of the second session, whose correlation ids must differ from those of the first."""
+    correlation = event.get("args", {}).get("correlation")
+    return event if correlation is None else {**event, "args": {"correlation": -1 - correlation}}
 
 
 def _events(profile: Any) -> list[Event]:

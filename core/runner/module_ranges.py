@@ -16,7 +16,7 @@ import torch
 from engine.core.distributed.rank_group import RankGroup
 from engine.core.layers import LayerFactory, RotaryEmbedding
 from engine.core.profiling.count import attention_name, counted_name
-from engine.core.profiling.layer_events import COLLECTIVE, KERNEL, MODULE
+from engine.core.profiling.layer_events import COLLECTIVE, KERNEL, MODULE, PART
 
 if TYPE_CHECKING:
     from engine.core.attention.groups import CacheLayout
@@ -117,8 +117,10 @@ class ModuleRanges:
         sampler = state.sampler
         for instance in (sampler, sampler.greedy_path, sampler.draw_path, sampler.full_path):
             yield instance, SAMPLING_CALLS, _constant(MODULE + SAMPLING)
-        places = enumerate(self._layout.places)
-        names = {place: MODULE + attention_name(layers, number) for number, place in places}
+        names = {
+            place: (PART if number in layers.attentions else MODULE) + attention_name(layers, number)
+            for number, place in enumerate(self._layout.places)
+        }
         for number, group in enumerate(state.groups):
             if group.attention is not None:
                 yield group.attention, ATTENTION_CALLS, _constant(KERNEL)
@@ -147,7 +149,7 @@ class _Tree:
             return self._names[id(node)]
         self._names[id(node)] = []  # while its parts are searched, which may refer to it
         self._kept.append(node)
-        names = list(dict.fromkeys(name for part in _parts(node) for name in self.visit(part)))
+        names = list(dict.fromkeys(name for part in self._parts(node) for name in self.visit(part)))
         self._names[id(node)] = names
         if isinstance(node, RotaryEmbedding):
             self.found.append((node, ROTARY))
@@ -155,18 +157,25 @@ class _Tree:
             self.found.append((node, _common(names)))
         return names
 
-
-def _parts(node: object) -> list[object]:
-    """What an object consists of, as far as layers can be there."""
-    if isinstance(node, dict):
-        return list(node.values())
-    if isinstance(node, (list, tuple, set)):
-        return list(node)
-    package = type(node).__module__.partition(".")[0]
-    if isinstance(node, (torch.Tensor, type, RankGroup, LayerFactory)) or package in ("builtins", "types", "functools"):
-        return []
-    slots = [slot for cls in type(node).__mro__ for slot in _slots(cls)]
-    return [*getattr(node, "__dict__", {}).values(), *(getattr(node, slot) for slot in slots if hasattr(node, slot))]
+    def _parts(self, node: object) -> list[object]:
+        """What an object consists of, as far as layers can be there."""
+        if isinstance(node, dict):
+            return list(node.values())
+        if isinstance(node, (list, tuple, set)):
+            return list(node)
+        package = type(node).__module__.partition(".")[0]
+        if isinstance(node, (torch.Tensor, type, RankGroup, LayerFactory)) or package in (
+            "builtins",
+            "types",
+            "functools",
+        ):
+            return []
+        values = list(getattr(node, "__dict__", {}).values())
+        if isinstance(node, torch.nn.Module):  # whose other attributes may refer to the whole model
+            kept = (value for value in values if id(value) in self._known or isinstance(value, RotaryEmbedding))
+            return [*node.children(), *kept]
+        slots = (slot for cls in type(node).__mro__ for slot in _slots(cls))
+        return [*values, *(getattr(node, slot) for slot in slots if hasattr(node, slot))]
 
 
 def _slots(cls: type) -> tuple[str, ...]:

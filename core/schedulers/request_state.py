@@ -225,6 +225,7 @@ class RequestState:
             error=self._not_finite() if reason == FINISH_ERROR else None,
             times=self._times(now) if first or reason else None,
             num_tokens=len(self.output) if reason else 0,
+            preemptions=self.preemptions if reason else 0,
         )
 
     def _until_stop(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import ControlBusyError, ControlError
+from engine.server.engine_process.layer_calls import start_layer_profile, stop_layer_profile
 from engine.server.shared.messages import Control, ControlAnswer
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 CALLS: Mapping[str, Callable[[Engine, Mapping[str, Any]], Any]] = {
     "reset_prefix_cache": lambda engine, arguments: {"blocks_freed": engine.reset_prefix_cache(**arguments)},
+    "start_layer_profile": start_layer_profile,
+    "stop_layer_profile": stop_layer_profile,
 }
 """Name of a call -> what runs it in the loop of the engine process, between two steps, and returns plain data."""
 

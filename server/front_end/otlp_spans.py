@@ -111,6 +111,8 @@ def _choice_parts(choice: ChoiceTrace, arrival: float, latest: float, common: At
         "gen_ai.usage.output_tokens": choice.output_tokens,
         "gen_ai.response.finish_reasons": (choice.finish_reason,),
     }
+    if choice.preemptions is not None:
+        output["engine.preemptions"] = choice.preemptions
     yield "decode", first_token, ended, common | output, error
 
 
@@ -140,6 +142,9 @@ def _request_attributes(trace: RequestTrace) -> Attributes:
         found["gen_ai.usage.output_tokens"] = generation.output_tokens
         found["gen_ai.usage.cache_read.input_tokens"] = generation.cached_tokens
         found["gen_ai.response.finish_reasons"] = tuple(choice.finish_reason for choice in generation.choices)
+        preemptions = [choice.preemptions for choice in generation.choices if choice.preemptions is not None]
+        if len(preemptions) == len(generation.choices):
+            found["engine.preemptions"] = sum(preemptions)
     return found
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from attrs import Factory, define
 
-from engine.core.types import FINISH_ABORT, Request, RequestTimes, SamplingParams
+from engine.core.types import FINISH_ABORT, Output, Request, RequestTimes, SamplingParams
 from engine.server.front_end.trace_context import TraceContext
 
 TRACE = "trace"
@@ -38,6 +38,8 @@ class ChoiceTrace:
     output_tokens: int = 0
     finish_reason: str = FINISH_ABORT
     """That of the engine or of the front end, which ends choices at stop strings."""
+    preemptions: int | None = None
+    """How often the choice was preempted; None: unknown, since the engine has not ended the choice."""
 
 
 @define
@@ -91,12 +93,13 @@ class GenerationTrace:
             if times is not None:
                 one.scheduled, one.first_token = times.scheduled, times.first_token
 
-    def end_choice(self, choice: int, reason: str, times: RequestTimes | None = None) -> None:
-        """Record a choice's finish. times: the engine's, if the engine has ended the choice."""
+    def end_choice(self, choice: int, reason: str, last: Output | None = None) -> None:
+        """Record a choice's finish. last: the last output of the engine, if the engine has ended the choice."""
         if choice < len(self.choices):
             one = self.choices[choice]
             one.finish_reason = reason
-            one.ended = time.monotonic() if times is None else times.finished
+            one.ended = time.monotonic() if last is None or last.times is None else last.times.finished
+            one.preemptions = None if last is None else last.preemptions
 
     def end(self, output_tokens: Mapping[int, int]) -> None:
         """Record the end of all choices; output_tokens: of each choice that has any."""

@@ -18,7 +18,9 @@ from engine.server.shared.api_keys import ApiKeys
 PUBLIC = frozenset({"/health", "/ping"})
 """Paths that never need an API key."""
 
-ADMIN = frozenset({"/reset_prefix_cache", "/start_profile", "/stop_profile"})
+ADMIN = frozenset(
+    {"/reset_prefix_cache", "/start_profile", "/stop_profile", "/start_layer_profile", "/stop_layer_profile"}
+)
 """Paths that need an admin key, which opens nothing else, instead of an API key."""
 
 

@@ -1,4 +1,4 @@
-"""POST /reset_prefix_cache, /start_profile and /stop_profile: routes that need an admin key (access.py)."""
+"""POST /reset_prefix_cache, and those that start and stop profiles: routes that need an admin key (access.py)."""
 
 from __future__ import annotations
 
@@ -42,6 +42,13 @@ class StopProfileBody(ReplicaBody, kw_only=True, forbid_unknown_fields=True):
     """Whether to wait for the steps that /start_profile asked for, instead of ending now."""
 
 
+class StartLayerProfileBody(ReplicaBody, kw_only=True, forbid_unknown_fields=True):
+    """POST /start_layer_profile."""
+
+    steps: Annotated[int, msgspec.Meta(ge=1)] = 20
+    """Steps to record."""
+
+
 def routes(service: Service) -> APIRouter:
     """The routes of this module."""
     router = APIRouter()
@@ -65,6 +72,17 @@ def routes(service: Service) -> APIRouter:
     async def stop_profile(request: Request) -> Response:
         body = await read_optional(request, StopProfileBody, service.limits)
         return await _call(service, _replicas(service, body.replica), "stop_profile", {"wait": body.wait})
+
+    @router.post("/start_layer_profile", response_model=None)
+    async def start_layer_profile(request: Request) -> Response:
+        body = await read_optional(request, StartLayerProfileBody, service.limits)
+        replicas = _replicas(service, body.replica)
+        return await _call(service, replicas, "start_layer_profile", {"steps": body.steps})
+
+    @router.post("/stop_layer_profile", response_model=None)
+    async def stop_layer_profile(request: Request) -> Response:
+        body = await read_optional(request, ReplicaBody, service.limits)
+        return await _call(service, _replicas(service, body.replica), "stop_layer_profile", {})
 
     return router
 

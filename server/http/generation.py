@@ -234,7 +234,7 @@ class Generation:
         detokenizer = self._detokenizers.get(choice)
         if output.finish_reason == FINISH_ERROR:
             if self.trace is not None:
-                self.trace.end_choice(choice, FINISH_ERROR, output.times)
+                self.trace.end_choice(choice, FINISH_ERROR, output)
             raise ApiError(
                 400 if output.refused else 500,
                 output.error or "the engine failed this request",
@@ -263,7 +263,7 @@ class Generation:
         if output.finish_reason is not None:
             self.running.discard(choice)
             if self.trace is not None:
-                self.trace.end_choice(choice, piece.finish_reason or output.finish_reason, output.times)
+                self.trace.end_choice(choice, piece.finish_reason or output.finish_reason, output)
         elif piece.finish_reason is not None:
             self._stop(choice)
         if (parsed := self._parsed.get(choice)) is not None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from engine.core.gc_pauses import PauseCounts
 from engine.core.types import HistogramCounts
 from engine.server.metrics.definition import Sample
 
 
-def pause_samples(counts: PauseCounts, *labels: str) -> Iterator[Sample]:
+def pause_samples(counts: Sequence[HistogramCounts], *labels: str) -> Iterator[Sample]:
     """A histogram of the pauses of each generation, whose number is the last label."""
-    for generation, cells in enumerate(counts):
-        yield (*labels, str(generation)), HistogramCounts(tuple(map(int, cells[:-1])), cells[-1])
+    for generation, pauses in enumerate(counts):
+        yield (*labels, str(generation)), pauses

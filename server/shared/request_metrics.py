@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 
 from attrs import frozen
 
+from engine.core.histogram import Histogram, num_cells
 from engine.core.types import (
     FINISH_ABORT,
     FINISH_ERROR,
@@ -51,35 +51,17 @@ STATUSES = ("2xx", "3xx", "4xx", "5xx")
 """Classes of HTTP status."""
 
 
-class Histogram:
-    """Counts values in buckets; cheap enough to update once per token."""
-
-    def __init__(self, bounds: tuple[float, ...], cells: memoryview[float]) -> None:
-        """cells: one count per bound, one count beyond the last bound, and the sum."""
-        self._bounds = bounds
-        self._cells = cells
-
-    def observe(self, value: float, count: int = 1) -> None:
-        """Count a value `count` times."""
-        self._cells[bisect_left(self._bounds, value)] += count
-        self._cells[-1] += value * count
-
-    def snapshot(self) -> HistogramCounts:
-        """The counts and the sum of the values."""
-        return HistogramCounts(tuple(map(int, self._cells[:-1])), self._cells[-1])
-
-
 class HttpMetrics:
     """HTTP requests and their durations, by slots that stand for pairs of method and route."""
 
-    _SLOT = len(STATUSES) + len(buckets.HTTP_SECONDS) + 2
+    _SLOT = len(STATUSES) + num_cells(buckets.HTTP_SECONDS)
     SIZE = HTTP_SLOTS * _SLOT
 
     def __init__(self, cells: memoryview[float]) -> None:
         """cells: `SIZE` numbers."""
         at = Cells(cells, 0)
         self._slots = [
-            (at.take(len(STATUSES)), Histogram(buckets.HTTP_SECONDS, at.take(len(buckets.HTTP_SECONDS) + 2)))
+            (at.take(len(STATUSES)), Histogram(buckets.HTTP_SECONDS, at.take(num_cells(buckets.HTTP_SECONDS))))
             for _ in range(HTTP_SLOTS)
         ]
 
@@ -122,12 +104,7 @@ class ReplicaMetrics:
     The engine's own numbers come as EngineStats from the engine processes.
     """
 
-    SIZE = (
-        NUM_SINGLE_OF_REPLICA
-        + len(FINISH_REASONS)
-        + len(TOKEN_SOURCES)
-        + sum(len(bounds) + 2 for bounds in HISTOGRAMS.values())
-    )
+    SIZE = NUM_SINGLE_OF_REPLICA + len(FINISH_REASONS) + len(TOKEN_SOURCES) + sum(map(num_cells, HISTOGRAMS.values()))
     """Numbers in a replica's part."""
 
     def __init__(self, cells: memoryview[float]) -> None:
@@ -136,7 +113,7 @@ class ReplicaMetrics:
         at = Cells(cells, NUM_SINGLE_OF_REPLICA)
         self._finished = at.take(len(FINISH_REASONS))
         self._prompt_tokens = at.take(len(TOKEN_SOURCES))
-        self.histograms = {name: Histogram(bounds, at.take(len(bounds) + 2)) for name, bounds in HISTOGRAMS.items()}
+        self.histograms = {name: Histogram(bounds, at.take(num_cells(bounds))) for name, bounds in HISTOGRAMS.items()}
         self.inter_token_latency = self.histograms["inter_token_latency_seconds"]
 
     @property

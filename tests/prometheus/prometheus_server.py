@@ -100,7 +100,7 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 @contextlib.contextmanager
 def load(url: str, model: str, clients: int = 4) -> Iterator[None]:
-    """Completions from some clients until the block ends: prefixes that are equal for a while, several choices."""
+    """Completions from some clients until the block ends: equal prefixes, several choices."""
     done = threading.Event()
 
     def ask() -> None:
@@ -110,7 +110,7 @@ def load(url: str, model: str, clients: int = 4) -> Iterator[None]:
                 number += 1
                 body = {
                     "model": model,
-                    "prompt": f"# {number // 8}\n" + "def read(path):\n" * 8 + str(number % 7),
+                    "prompt": f"# {number % 7}\n" + "def read(path):\n" * 8,
                     "max_tokens": 8 + number % 24,
                 }
                 with contextlib.suppress(httpx.TransportError):

@@ -51,18 +51,17 @@ NO_DATA = {
     "vllm:mm_cache_queries_total": "inputs are text, and the counter stays 0",
 }
 """Part of a query that finds its series and yet no data -> why."""
-KV_METRICS = ("--kv-metrics", "--kv-metrics-sample", "1", "--max-len", "512", "--kv-memory", "4MiB")
-"""So small a cache that blocks are evicted all the time."""
+KV_METRICS = ("--kv-metrics", "--kv-metrics-sample", "1", "--max-len", "256", "--kv-memory", "2MiB")
+"""Options of a server whose KV cache is so small that it evicts blocks all the time."""
+DASHBOARD_OPTIONS = (*KV_METRICS, "--peak-bandwidth", "0.02", "--peak-flops", "0.1")
+"""Options of a server that has data for every panel."""
 
 
 @contextmanager
-def scraped(names: str, replicas: int, *more: str) -> Iterator[tuple[str, Prometheus]]:
-    """A server with the demo model under load, and the Prometheus that scrapes it: (name of the model, Prometheus).
-
-    more: options of the server.
-    """
-    options = ["--port", "0", "--metrics-names", names, "--replicas", str(replicas), "--threads", "1", *more]
-    command = [sys.executable, "-P", "-c", "from engine.cli.main import main; main()", "serve", *options]
+def scraped(names: str, replicas: int, *options: str) -> Iterator[tuple[str, Prometheus]]:
+    """A server with the demo model under load, and the Prometheus that scrapes it: (name of the model, Prometheus)."""
+    given = ["--port", "0", "--metrics-names", names, "--replicas", str(replicas), "--threads", "1", *options]
+    command = [sys.executable, "-P", "-c", "from engine.cli.main import main; main()", "serve", *given]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -149,7 +148,7 @@ def test_the_queries_of_vllms_dashboards_and_scalers_find_data_on_two_replicas()
 def test_every_panel_of_our_dashboard_shows_data() -> None:
     expressions = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
     variables = [one["query"] for one in DASHBOARD["templating"]["list"] if one["type"] == "query"]
-    with scraped("engine", 1) as (model, prometheus):
+    with scraped("engine", 1, *DASHBOARD_OPTIONS) as (model, prometheus):
         findings = Findings(prometheus)
         for one in (*expressions, *variables):
             findings.ask(filled(one, model))

@@ -182,6 +182,7 @@ class FakeEngine:
             cached_tokens=2 if len(request.prompt) > 2 else 0,
             times=times,
             num_tokens=sequence.made if done else 0,
+            preemptions=len(request.prompt) // 5 if done else 0,
         )
 
     def reset_prefix_cache(self) -> int:

@@ -117,7 +117,7 @@ def test_top_shows_what_the_server_did_between_two_looks(server: Any, client: op
     assert found.shares is not None
     assert found.events == []
     text = "\n".join(line.text for line in lines(watch.state(), found, 80, 24))
-    assert f"{server.url}  tiny  ok  up" in text
+    assert f"{server.url}  ok  tiny  up" in text
 
 
 class Person(pydantic.BaseModel):
@@ -434,6 +434,22 @@ def test_profiles_of_a_running_server_have_every_process(server: Any, client: op
         refused = admin.post("/start_profile", json={"steps": 10_000})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "refused")
         assert "at most 200" in refused.json()["error"]["message"]
+
+
+def test_layers_of_a_running_server_are_profiled(server: Any, client: openai.OpenAI) -> None:
+    with server.client(authorization="Bearer admin-secret") as admin:
+        refused = admin.post("/stop_layer_profile")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "refused")
+        assert "steps is 1000; from 1 to 200" in admin.post("/start_layer_profile", json={"steps": 1000}).text
+        for _ in range(2):
+            (began,) = admin.post("/start_layer_profile", json={"steps": 5}).json()["replicas"]
+            client.completions.create(model="tiny", prompt="x", max_tokens=20, extra_body={"ignore_eos": True})
+            (ended,) = admin.post("/stop_layer_profile").json()["replicas"]
+            (rank,) = ended["ranks"]
+            assert (rank["steps"], rank["decodes"], rank["num_rows"]) == (5, [1], len(rank["rows"]))
+            assert ended["steps"] - began["steps"] == 20
+            names = {row[0] for row in rank["rows"]}
+            assert {"model.layers.1.mlp.down_proj", "lm_head", "(sampling)"} <= names
 
 
 def test_a_killed_engine_process_ends_streams_with_an_error(start: Start, alive: Callable[[int], bool]) -> None:

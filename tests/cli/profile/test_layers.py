@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from engine.cli.profile import layers
+
 FLAGS = ("--kv-memory", "8MiB", "--device", "cpu", "--threads", "1", "--max-batch-tokens", "64")
 PEAKS = ("--peak-bandwidth", "0.01", "--peak-flops", "0.1")
 
@@ -47,10 +49,11 @@ def test_decode_and_prefill_steps_are_shown_by_layer(run: Any, engine_checkpoint
 
 
 def test_names_are_cut_to_a_depth_and_floors_need_peaks(run: Any, engine_checkpoint: Path) -> None:
-    sizes = ("--batch", "2", "--context", "8", "--steps", "2", "--depth", "3")
+    sizes = ("--batch", "2", "--context", "8", "--steps", "6", "--depth", "3", "--scheduler", "multi_step")
     done = run("profile", "layers", str(engine_checkpoint), *sizes, *FLAGS)
     assert done.exit_code == 0, done.stderr
     assert "model.layers.1 " in done.stdout
+    assert re.search(r"model\.layers\.1 +64 ", done.stdout)  # 8 iterations of 7 modules and of what is around them
     assert "down_proj" not in done.stdout
     assert "no floors: the device's peaks are not known; give --peak-bandwidth and --peak-flops" in done.stdout
 
@@ -78,3 +81,54 @@ def test_what_cannot_be_profiled_is_refused(
     done = run("profile", "layers", str(engine_checkpoint), *options, *flags)
     assert done.exit_code == 2, done.stdout
     assert re.search(error, done.stderr), done.stderr
+
+
+def test_a_running_server_is_profiled(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = [
+        ["model.layers.0.mlp.down_proj", "linear", 1, 1, 0, 700.0, 0, 2e9, 0, 1e6],
+        ["(batch)", "", 0, 2, 50, 100.0, 0, 0, 0, 0],
+    ]
+    rank = {
+        "rank": 0,
+        "device": "cuda",
+        "steps": 20,
+        "step_us": 1000.0,
+        "idle_us": 200.0,
+        "decodes": [60, 64],
+        "prefill_tokens": [0, 512],
+        "graphs": [["decode 64, greedy", 19], ["", 1]],
+        "flops": 2e9,
+        "flops8": 0,
+        "bytes": 9e5,
+        "uncounted": [],
+        "num_rows": 2,
+        "rows": rows,
+    }
+    peaks = {"bandwidth": 4.8e12, "flops": 989e12, "flops8": None, "source": "data sheet"}
+    answers = {
+        "/start_layer_profile": {"steps": 100, "seconds": 1.0},
+        "/stop_layer_profile": {"steps": 1100, "seconds": 2.0, "ranks": [rank], "peaks": peaks},
+    }
+    asked = []
+
+    def post(url: str, key: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        asked.append((url, key, path, body))
+        return {"replicas": [answers[path]]}
+
+    monkeypatch.setattr(layers, "post", post)
+    file = tmp_path / "layers.json"
+    remote = ("--url", "http://h:1", "--admin-api-key", "k", "--replica", "1", "--seconds", "0.1")
+    done = run("profile", "layers", *remote, "--steps", "20", "--json", str(file))
+    assert done.exit_code == 0, done.stderr
+    assert asked == [
+        ("http://h:1", "k", "/start_layer_profile", {"replica": 1, "steps": 20}),
+        ("http://h:1", "k", "/stop_layer_profile", {"replica": 1}),
+    ]
+    assert "60 to 64 decodes and 0 to 512 prefill tokens per step: a step by layer, 20 steps" in done.stdout
+    assert "us per step: 1,000.0 sum of the table, 800.0 without (idle)" in done.stdout
+    assert "; 1,000.0 by the engine's clock, in all steps of these seconds (+0.0%)" in done.stdout
+    assert "CUDA graphs, with the number of steps: decode 64, greedy (19)" in done.stdout
+    [table] = json.loads(file.read_text())["tables"]
+    assert [line["name"] for line in table["lines"]] == ["model.layers.0.mlp.down_proj", "(batch)", "(idle)"]
+    refused = run("profile", "layers", "--url", "http://h:1", "--max-running", "3")
+    assert (refused.exit_code, "scheduler.max_running" in refused.stderr) == (2, True)

@@ -32,7 +32,7 @@ def test_a_screen_of_80_columns_and_24_lines_shows_every_section_but_the_last() 
     assert (
         text(screen[:20])
         == """\
-engine top  http://127.0.0.1:8000  tiny  ok  up 12 m 34 s    every 2 s  12:00:00
+engine top  http://127.0.0.1:8000  ok  tiny  up 12 m 34 s    every 2 s  12:00:00
 
 Requests   3 running   2 waiting (1 for a grammar)   5.00 finished/s
 Tokens     400 generated/s   500 prompt/s   300 prompt/s cached   18.0 per step

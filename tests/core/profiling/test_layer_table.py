@@ -111,3 +111,5 @@ def test_a_slowed_rank_is_shown_and_found() -> None:
         " rank 1 120.0 us"
     )
     assert make_layer_table([rank(rows[0])]).slowest == ""
+    even = make_layer_table([rank(rows[0]), rank(rows[2], 2)])
+    assert even.slowest == "all ranks compute for about the same time: 2.9% between the longest and the shortest"

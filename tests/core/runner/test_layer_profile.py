@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,8 @@ import torch
 from engine.core import Engine, Request, SamplingParams
 from engine.core.errors import ControlError
 from engine.core.profiling import RankLayers
-from engine.core.runner import layer_profile, start
 from engine.core.timeline import TraceOptions
 from engine.testing.checkpoints import make_checkpoint
-
-from .test_cuda_graphs import FixedAttention, ReplayByRunning
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 TINY = {"executor__device": "cpu", "executor__threads": 1, "cache__memory": "8MiB", "model__max_len": 256}
@@ -57,23 +54,29 @@ def profile(engine: Engine, steps: int = 5) -> list[RankLayers]:
     return [msgspec.convert(answer, RankLayers) for answer in engine.call("stop_layers")]
 
 
-def state_of(instance: object, seen: dict[int, Any]) -> dict[int, Any]:
-    """The class and the identity of each attribute of an object and of all that it refers to in the engine."""
+Seen = dict[int, tuple[object, type, dict[Any, int]]]
+"""By id: an object, kept so that no other gets its id, its class, and the ids of its attributes."""
+
+
+def state_of(instance: object, seen: Seen) -> Seen:
+    """The class and the attributes of an object, and of all that it refers to in the engine."""
     if id(instance) in seen or isinstance(instance, (type, torch.Tensor)):
         return seen
-    seen[id(instance)] = type(instance), None
+    parts: dict[Any, object] = {}
     if isinstance(instance, (list, tuple, dict)):
         parts = dict(enumerate(instance.values() if isinstance(instance, dict) else instance))
     elif type(instance).__module__.startswith("engine."):
         names = [*getattr(instance, "__dict__", ())]
         names += [name for cls in type(instance).__mro__ for name in cls.__dict__.get("__slots__", ())]
         parts = {name: getattr(instance, name) for name in names if hasattr(instance, name)}
-    else:
-        return seen
-    seen[id(instance)] = type(instance), {name: id(part) for name, part in parts.items()}
+    seen[id(instance)] = instance, type(instance), {name: id(part) for name, part in parts.items()}
     for part in parts.values():
         state_of(part, seen)
     return seen
+
+
+def classes_of(state: Seen) -> dict[int, type]:
+    return {one: cls for one, (_, cls, _) in state.items()}
 
 
 def test_times_sum_to_the_step_and_tokens_stay(engine: Engine) -> None:
@@ -116,17 +119,19 @@ def test_bytes_and_flops_equal_a_count_by_hand_of_three_layers(engine: Engine) -
 def test_nothing_of_the_model_differs_after_a_profile(engine: Engine) -> None:
     executor: Any = engine._executor
     launcher = executor._runner._launcher
-    before, model = state_of(launcher.state, {}), state_of(launcher.state.model, {})
+    state, model = state_of(launcher.state, {}), state_of(launcher.state.model, {})
+    before = classes_of(state)
     load(engine, count=1)
     engine.call("start_layers")
-    during = state_of(launcher.state, {})
-    changed = [one for one in before.keys() & during.keys() if before[one][0] is not during[one][0]]
+    during = classes_of(state_of(launcher.state, {}))
+    changed = [one for one in before.keys() & during.keys() if before[one] is not during[one]]
     assert len(changed) > 20, "the modules are annotated while the profile runs"
     engine.step()
     engine.call("stop_layers", {"discard": True})
-    after = state_of(launcher.state, {})
-    assert all(before[one][0] is after[one][0] for one in before.keys() & after.keys())
-    assert state_of(launcher.state.model, {}) == model
+    after = classes_of(state_of(launcher.state, {}))
+    assert [one for one in before.keys() & after.keys() if before[one] is not after[one]] == []
+    assert state_of(launcher.state.model, {}).keys() == model.keys()
+    assert all(model[one][2] == parts for one, (_, _, parts) in state_of(launcher.state.model, {}).items())
     assert launcher._observer is None
     finish(engine)
 
@@ -159,79 +164,6 @@ def test_too_few_steps_are_refused_and_a_later_profile_works(engine: Engine) -> 
         engine.call("stop_layers")
     assert profile(engine)[0].steps == 5
     finish(engine)
-
-
-def on_device(events: list[Any]) -> list[Any]:
-    """The events of a CPU's profile as those of a GPU would be: operators are kernels, and those of a replay have one
-    launch, in which the host sees nothing."""
-    spans = [one for one in events if one.get("cat") in ("cpu_op", "user_annotation")]
-    replays = [one for one in spans if one["name"] == REPLAY_MARK]
-    found, busy_until = [], 0.0
-    for number, one in enumerate(sorted(spans, key=lambda one: (one["ts"], -one["dur"]))):
-        begin, end = one["ts"], one["ts"] + one["dur"]
-        around = [replay for replay in replays if replay["ts"] <= begin and end <= replay["ts"] + replay["dur"]]
-        if one["name"] == REPLAY_MARK:
-            launch = {
-                **one,
-                "cat": "cuda_runtime",
-                "name": "cudaGraphLaunch",
-                "args": {"correlation": int(begin * 1000)},
-            }
-            found.append(launch)
-        elif one["cat"] == "user_annotation":
-            found += [] if around else [one]
-        elif begin >= busy_until:
-            busy_until, correlation = end, int(around[0]["ts"] * 1000) if around else -number
-            if not around:
-                found.append({**one, "cat": "cuda_runtime", "dur": 0.001, "args": {"correlation": correlation}})
-            found.append({**one, "cat": "kernel", "tid": "device", "args": {"correlation": correlation}})
-    return found
-
-
-REPLAY_MARK = "a replay"
-
-
-class AnnotatedReplay(ReplayByRunning):
-    """Marks each replay."""
-
-    def capture(
-        self, work: Callable[[], Any], warm_up: Callable[[], object] | None = None
-    ) -> tuple[Callable[[], None], Any]:
-        replay, made = super().capture(work, warm_up)
-
-        def marked() -> None:
-            with torch.profiler.record_function(REPLAY_MARK):
-                replay()
-
-        return marked, made
-
-
-def test_replays_of_decode_steps_are_those_of_their_twins(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "GraphCapturer", AnnotatedReplay)
-    monkeypatch.setattr(start, "use_graphs", lambda *_: True)
-    attribute = layer_profile.attribute
-    seen: list[str] = []
-
-    def as_on_a_gpu(events: list[Any], *, graphs: dict[int, str], first: int, device: str) -> Any:
-        seen.extend(graphs.values())
-        return attribute(on_device(events), graphs=graphs, first=first, device="cuda")
-
-    monkeypatch.setattr(layer_profile, "attribute", as_on_a_gpu)
-    settings = TINY | {"executor__graphs": "decode", "scheduler__max_running": 4}
-    with Engine(model=str(checkpoint), attention=FixedAttention, **settings) as made:
-        load(made)
-        made.step()
-        [rank] = profile(made)
-        finish(made)
-    assert set(seen) == {"decode 3, greedy"}
-    rows = {row.name: row for row in rank.rows}
-    assert sum(row.device_us for row in rank.rows) + rank.idle_us == pytest.approx(rank.step_us)
-    assert rows["(graph replay)"].calls == 1
-    layers = [row for name, row in rows.items() if name.startswith("model.layers.1.")]
-    assert len(layers) == 8
-    assert all(row.calls == 1 and row.device_us > 0 and row.cpu_us == 0 for row in layers)
-    assert rows["lm_head"].device_us > 0
-    assert "(copies in graphs)" not in rows
 
 
 @pytest.mark.gpu

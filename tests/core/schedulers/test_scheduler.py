@@ -84,13 +84,15 @@ def test_tokens_of_steps_and_preemptions_of_requests_are_counted() -> None:
     scheduler = make_scheduler(num_blocks=4)
     scheduler.add(request("a", 2, max_tokens=12))
     scheduler.add(request("b", 2, max_tokens=12))
-    tokens = []
+    tokens, outputs = [], []
     while scheduler.has_work:
         step = plan(scheduler)
         tokens.append(len(step.decodes) + sum(chunk.count for chunk in step.chunks))
-        commit(scheduler, step)
+        outputs += commit(scheduler, step)
     stats = scheduler.stats()
     assert stats.preemptions
+    assert stats.preemptions == sum(output.preemptions for output in outputs)
+    assert all(output.finish_reason for output in outputs if output.preemptions)
     assert (sum(stats.step_tokens.counts), stats.step_tokens.sum) == (len(tokens), sum(tokens))
     assert sum(stats.request_preemptions.counts) == 2
     assert stats.request_preemptions.sum == stats.preemptions

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.core.histogram import Histogram
-from engine.core.types import CacheInfo, EngineStats, RequestTimes
+from engine.core.types import CacheInfo, EngineStats, HistogramCounts, RequestTimes
 from engine.server.http.prometheus import PrometheusExporter
 from engine.server.metrics import buckets
 from engine.server.metrics.definition import VLLM_PREFIX
@@ -392,7 +392,7 @@ def test_collections_are_exported_by_process_and_generation() -> None:
     numbers = board()
     for phase in ("start", "stop"):
         numbers.rows[0].gc_pauses._on_collection(phase, {"generation": 2})
-    counts = ((0.0,) * 11, (0.0, 0.0, 2.0, *[0.0] * 7, 0.001), (0.0,) * 11)
+    counts = (HistogramCounts(), HistogramCounts((0, 0, 2, *[0] * 7), 0.001), HistogramCounts())
     text = exporter(numbers, report(EngineStats(gc_pauses=(("worker", counts),)))).text().decode()
     assert re.search(r'engine_front_end_gc_seconds_count{.*generation="2"} 1.0', text)
     assert re.search(r'engine_gc_seconds_bucket{.*process="worker",generation="1",le="0.001"} 2.0', text)

@@ -51,7 +51,7 @@ def service(tokenizer: CountingTokenizer, fake_config: Callable[..., EngineConfi
     started = Started(
         cache=cast("Any", None), choices=(), max_len=MAX_LEN, vocab_size=1, default_params=SamplingParams(), seconds=0.0
     )
-    client = SimpleNamespace(phases=PhaseTimes())
+    client = SimpleNamespace(phases=PhaseTimes(), traced=lambda _, work: work)
     return Service(fake_config(), cast("Any", client), cast("Any", tokenizer), started, 0)
 
 

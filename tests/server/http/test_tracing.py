@@ -150,6 +150,7 @@ def test_the_span_of_a_request_continues_the_clients_trace(traced: Traced) -> No
         "gen_ai.usage.output_tokens": 4,
         "gen_ai.usage.cache_read.input_tokens": 2,
         "gen_ai.response.finish_reasons": ["length"],
+        "engine.preemptions": 1,
     }
 
 
@@ -166,7 +167,11 @@ def test_the_parts_of_a_request_follow_each_other(traced: Traced) -> None:
     for before, after in ((1, 2), (2, 3)):
         assert ordered[before].end_time_unix_nano == ordered[after].start_time_unix_nano
     assert attributes(ordered[2]) == {"gen_ai.usage.input_tokens": 5, "gen_ai.usage.cache_read.input_tokens": 2}
-    assert attributes(ordered[3]) == {"gen_ai.usage.output_tokens": 4, "gen_ai.response.finish_reasons": ["length"]}
+    assert attributes(ordered[3]) == {
+        "gen_ai.usage.output_tokens": 4,
+        "gen_ai.response.finish_reasons": ["length"],
+        "engine.preemptions": 1,
+    }
 
 
 def test_a_request_whose_client_does_not_record_is_not_sent_but_named(traced: Traced) -> None:
@@ -198,6 +203,8 @@ def test_each_choice_has_spans_up_to_a_limit(traced: Traced) -> None:
     assert len(spans["tokenize"]) == 1
     assert [attributes(span)["engine.choice"] for span in spans["decode"]] == [0, 1, 2, 3]
     assert [attributes(span)["gen_ai.usage.input_tokens"] for span in spans["prefill"]] == [3, 3, 5, 5]
+    assert found["engine.preemptions"] == 2
+    assert [attributes(span)["engine.preemptions"] for span in spans["decode"]] == [0, 0, 1, 1]
     assert len(traced.spans("many")["decode"]) == 16
     assert traced.request("many")[1]["gen_ai.usage.output_tokens"] == 120
 
@@ -205,6 +212,7 @@ def test_each_choice_has_spans_up_to_a_limit(traced: Traced) -> None:
 def test_a_choice_that_a_stop_string_ends_has_all_its_parts(traced: Traced) -> None:
     (decode,) = traced.spans("stopped")["decode"]
     assert attributes(decode)["gen_ai.response.finish_reasons"] == ["stop"]
+    assert "engine.preemptions" not in attributes(decode) | traced.request("stopped")[1], "the engine has not said"
     assert decode.end_time_unix_nano > decode.start_time_unix_nano
     assert traced.spans("stopped")["queue"]
 
