@@ -131,7 +131,7 @@ def filled(expression: str, model: str, **more: str) -> str:
     """An expression of a dashboard with values in place of its variables. more: further variables."""
     values = dict.fromkeys(("__rate_interval", "__interval", "interval", "aggregate_interval"), "10s")
     values |= {"__range": "30s", "job": ".*", "instance": ".*", "engine": ".*", "job_name": JOB}
-    values |= {"NS": "llm-d", "namespace": "llm-d", "SVC": "engine"}
+    values |= {"NS": "llm-d", "namespace": "llm-d", "SVC": "engine", "deployment": "engine"}
     values |= dict.fromkeys(("model_name", "model", "Deployment_id", "MODEL"), model)
     return VARIABLE.sub(lambda name: (values | more)[name[1] or name[2]], expression)
 

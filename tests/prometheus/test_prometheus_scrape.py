@@ -36,14 +36,16 @@ NO_SERIES = {
     r"vllm:(cpu_cache_usage_perc|num_requests_swapped|time_per_output_token_seconds)": "vLLM has removed it",
     r"vllm:(prefix_cache_hits|prefix_cache_queries|num_preemptions)\b": "the counter ends in _total, as vLLM's does",
     r"vllm:(request_success|prompt_tokens|generation_tokens)\b": "the counter ends in _total, as vLLM's does",
+    r"vllm:cudagraph_iterations_total": "vLLM's documentation has none; engine_graph_replays_total counts graphs",
     r'vllm:num_requests_waiting{model="': "the label is model_name, as vLLM's is",
-    r'vllm:\w+{pod=~"\.\*(prefill|decode)\.\*"': "prefill and decode do not run in servers of their own",
+    r'vllm:\w+{(pod=~"\.\*|job="vllm-)(prefill|decode)': "prefill and decode do not run in servers of their own",
     r"(vllm:(num_incoming_requests|current_qps|healthy_pods)|router_)": "production-stack's router counts it",
     r"lmcache:": "LMCache counts it",
-    r"(llm_d_|inference_objective_|inference_extension_)": "llm-d's scheduler counts it",
+    r"(llm_d_|inference_(objective|extension|pool)_)": "llm-d's scheduler counts it",
     r'up{job=~?"(gaie-|\.\*epp)': "llm-d's scheduler is a job of its own",
     r"wva_": "llm-d's autoscaler counts it",
-    r"(DCGM_FI_DEV_GPU_UTIL|nvidia_gpu_duty_cycle)": "NVIDIA's exporter measures it",
+    r"nyann_": "llm-d's load generator counts it",
+    r"(DCGM_|nvidia_gpu_|node_infiniband_)": "exporters of the hardware measure it",
 }
 """Beginning of the selectors that find no series -> why."""
 NO_DATA = {
