@@ -36,7 +36,6 @@ NO_SERIES = {
     r"vllm:(cpu_cache_usage_perc|num_requests_swapped|time_per_output_token_seconds)": "vLLM has removed it",
     r"vllm:(prefix_cache_hits|prefix_cache_queries|num_preemptions)\b": "the counter ends in _total, as vLLM's does",
     r"vllm:(request_success|prompt_tokens|generation_tokens)\b": "the counter ends in _total, as vLLM's does",
-    r"vllm:cudagraph_iterations_total": "vLLM's documentation has none; engine_graph_replays_total counts graphs",
     r'vllm:num_requests_waiting{model="': "the label is model_name, as vLLM's is",
     r'vllm:\w+{(pod=~"\.\*|job="vllm-)(prefill|decode)': "prefill and decode do not run in servers of their own",
     r"(vllm:(num_incoming_requests|current_qps|healthy_pods)|router_)": "production-stack's router counts it",
