@@ -4,7 +4,7 @@
 
 Three loads, with the tokenizer of the demo model:
 
-- edits: the latest commits of this repository that change a Python file; prompt: the file before, output: after.
+- edits: commits of this repository that change a Python file; prompt: the file before, output: after.
 - calls: lists of tool calls with random arguments, as JSON; the prompt says nothing of them.
 - files: test files of this repository; prompt: the first 60 tokens.
 
@@ -34,6 +34,8 @@ from engine.plugins.speculators.ngram import Ngram, NgramOptions
 from engine.plugins.speculators.suffix import Suffix, SuffixOptions
 
 ROOT = Path(__file__).parent.parent
+COMMIT = "fce0ed9"
+"""The texts are those of this commit, and of those before it."""
 MAX_CHARS = 14_000
 Request = tuple[list[int], list[int]]
 """Tokens of prompt and output."""
@@ -46,7 +48,7 @@ def git(*arguments: str) -> str:
 def edits(tokenizer: Tokenizer, count: int = 60) -> Iterator[Request]:
     """Files before and after a commit, of which there is one per commit."""
     pick = random.Random(1)
-    for commit in git("log", "--no-merges", "--format=%H", "-n", "1500").split():
+    for commit in git("log", "--no-merges", "--format=%H", COMMIT).split():
         if count == 0:
             return
         names = git("diff-tree", "-r", "--diff-filter=M", "--name-only", "--no-commit-id", commit).split()
@@ -80,9 +82,10 @@ def calls(tokenizer: Tokenizer, count: int = 150) -> Iterator[Request]:
 
 def files(tokenizer: Tokenizer, count: int = 70) -> Iterator[Request]:
     """Test files."""
-    names = git("ls-files", "tests/core/*.py", "tests/plugins/*.py").split()
+    names = git("ls-tree", "-r", "--name-only", COMMIT, "tests/core", "tests/plugins").split()
+    names = [name for name in names if name.endswith(".py")]
     for name in random.Random(4).sample(names, count):
-        tokens = tokenizer.encode((ROOT / name).read_text(encoding="utf-8")[:8000])
+        tokens = tokenizer.encode(git("show", f"{COMMIT}:{name}")[:8000])
         yield tokens[:60], tokens[60:]
 
 
@@ -134,7 +137,9 @@ def main() -> int:
                 Row(metric="time of a proposal", value=round(seconds * 1e6, 1), unit="us", case=case),
             ]
     if args.json is not None:
-        write(args.json, report("proposals", find_device("cpu").name, results, {"drafts": args.drafts}))
+        write(
+            args.json, report("proposals", find_device("cpu").name, results, {"drafts": args.drafts, "texts": COMMIT})
+        )
     return 0
 
 

@@ -215,6 +215,7 @@ class Engine:
             max_tokens=scheduler.max_batch_tokens,
             max_len=self.max_len,
             max_running=scheduler.max_running,
+            owner=self.parts.owner("executors"),
         )
         if times is None:
             log.warning(

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from attrs import frozen
 
+from engine.core.errors import StepFaultError
 from engine.core.executors.base import Executor
+from engine.core.plugin_host.faults import shown
 from engine.core.schedulers.block_kinds import longest_context
 from engine.core.schedulers.prompt_step import STEP, prompt_step
 from engine.core.speculators.step_costs import StepCosts
-from engine.core.types import CacheInfo, DraftSlice, Step
+from engine.core.types import CacheInfo, DraftSlice, Step, StepResult
 
 _MAX_ROWS = 512
 """Rows of the longest step that is measured; times beyond follow from the last two measurements."""
@@ -42,13 +44,15 @@ def measure_step_times(
     max_tokens: int,
     max_len: int,
     max_running: int,
+    owner: str,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepTimes | None:
     """Run decodes of more and more sequences, without drafts and with `max_drafts` each; None: there is no room.
 
     To be called after the rehearsal, in which results are checked; takes up to 3 seconds, or as long as a prompt and
     the first nine steps take. What remains are keys and values in blocks that are free. max_tokens: of a step; max_len:
-    of a context. Raises what the executor raises.
+    of a context; owner: the executor, as errors name it. Raises what the executor raises, and StepFaultError where a
+    result does not have the tokens of each draft slice.
     """
     length = 1 + max_drafts + _DECODES
     most = min(
@@ -77,13 +81,16 @@ def measure_step_times(
         for _ in range(_REPETITIONS):
             slices = tuple(DraftSlice(number, 1, (0,) * (1 + width)) for number in chosen)
             step = Step(id=STEP, decodes=(), chunks=(), drafts=slices)
-            drafts.append((count * (1 + width), _time(executor, step, clock)))
+            seconds, result = _time(executor, step, clock)
+            _check_verified(step, result, owner)
+            drafts.append((count * (1 + width), seconds))
         if width < max_drafts:
             continue
         reset = tuple((number, length - _DECODES) for number in numbers)
         for _ in range(_REPETITIONS):
             step = Step(id=STEP, decodes=chosen, chunks=(), positions=reset)
-            plain.append((count, _time(executor, step, clock)))
+            seconds, _ = _time(executor, step, clock)
+            plain.append((count, seconds))
             reset = ()
     return StepTimes(plain=_costs(plain), drafts=_costs(drafts), sequences=numbers)
 
@@ -113,11 +120,24 @@ def _sequences_that_fit(cache: CacheInfo, length: int) -> int:
     return cache.num_blocks // max(blocks, 1)
 
 
-def _time(executor: Executor, step: Step, clock: Callable[[], float]) -> float:
+def _time(executor: Executor, step: Step, clock: Callable[[], float]) -> tuple[float, StepResult]:
+    """(seconds of a step, its result)."""
     begin = clock()
-    _run(executor, step)
-    return clock() - begin
+    result = _run(executor, step)
+    return clock() - begin, result
 
 
-def _run(executor: Executor, step: Step) -> None:
-    executor.submit(step).result()
+def _run(executor: Executor, step: Step) -> StepResult:
+    return executor.submit(step).result()
+
+
+def _check_verified(step: Step, result: StepResult, owner: str) -> None:
+    """Raise StepFaultError unless a result has 1 token or more for each draft slice."""
+    fits = len(result.verified) == len(step.drafts) and all(
+        1 <= len(tokens) <= len(part.tokens) for tokens, part in zip(result.verified, step.drafts, strict=True)
+    )
+    if not fits:
+        raise StepFaultError(
+            f"{owner} returned a wrong result from result(): verified = {shown(result.verified)}, not the tokens of"
+            f" {len(step.drafts)} sequences with drafts; it cannot run with a speculator, leave that out"
+        )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.core.errors import StepFaultError
 from engine.core.executors.step_times import measure_step_times
 from engine.core.types import FULL, BlockKind, CacheInfo, SamplingParams, Step, StepResult
 from engine.plugins.executors.uniproc import UniprocExecutor
@@ -37,6 +38,7 @@ class Clocked:
         self.plain, self.drafts = plain, drafts
         self.steps: list[Step] = []
         self.lengths: dict[int, int] = {}
+        self.verifies = True
 
     def clock(self) -> float:
         return self.now
@@ -53,12 +55,20 @@ class Clocked:
         for part in step.drafts:
             assert part.start >= 1
             assert part.start + len(part.tokens) <= self.lengths[part.sequence]
-        return Done(StepResult(step=step.id, tokens=()))
+        verified = tuple(part.tokens[1:2] for part in step.drafts) if self.verifies else ()
+        return Done(StepResult(step=step.id, tokens=(), verified=verified))
 
 
 def measure(executor: Clocked, **changes: Any) -> Any:
     cache = changes.pop("cache", cache_of(1000))
-    limits = {"max_drafts": 3, "max_tokens": 2048, "max_len": 512, "max_running": 20, **changes}
+    limits = {
+        "max_drafts": 3,
+        "max_tokens": 2048,
+        "max_len": 512,
+        "max_running": 20,
+        "owner": "executor 'mine'",
+        **changes,
+    }
     return measure_step_times(executor, cache, clock=executor.clock, **limits)  # type: ignore[arg-type]
 
 
@@ -107,6 +117,15 @@ def test_a_cache_of_few_blocks_and_several_kinds_limits_the_sequences() -> None:
     assert max(len(step.decodes) for step in executor.steps) <= 3
     blocks = [block for _, table in executor.steps[0].blocks for block in table]
     assert max(blocks) < 9
+
+
+def test_an_executor_that_does_not_verify_drafts_is_named() -> None:
+    executor = Clocked()
+    executor.verifies = False
+    with pytest.raises(
+        StepFaultError, match=r"executor 'mine' returned .*verified = \(\), not the tokens of 1 sequences"
+    ):
+        measure(executor)
 
 
 def test_an_engine_that_measured_generates_the_tokens_of_one_that_did_not(
