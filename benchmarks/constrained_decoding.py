@@ -3,8 +3,9 @@
     python benchmarks/constrained_decoding.py [--model llama-3.1-8b] [--batches 1,64,256] [--temperatures 0,1]
         [--quant fp8] [--json benchmarks/results/h200-constrained-decoding.json]
 
-Random weights, and a vocabulary of random words, some of which end a string of JSON. The schema asks for a long list of
-short strings, so that no output ends while it is measured. "idle" is the time of a step in which no kernel runs;
+Random weights, and a vocabulary of random words, of which one in a hundred has a quotation mark, as in those of models.
+Every second constrained row writes texts, the others numbers and words of a list; both for longer than is measured.
+"idle" is the time of a step in which no kernel runs;
 "CPU" that of all threads of the engine's process, per step. "compile" is the time until a grammar is ready, of the
 first one (which reads the tokenizer), of others, and of one that was compiled before.
 """
@@ -35,24 +36,30 @@ INPUTS = 128
 SHARES = {"none": 0.0, "half": 0.5, "all": 1.0}
 
 
-def schema(name: str) -> Grammar:
-    """A list of 2,000 objects with a short string each."""
+def schema(name: str, *, texts: bool) -> Grammar:
+    """A list of 2,000 objects: with a text each, or with values of other types."""
+    values = {
+        "kind": {"enum": ["new", "used", "sold", "returned"]},
+        "count": {"type": "integer"},
+        "present": {"type": "boolean"},
+    }
+    properties = {name: {"type": "string"}} if texts else {name: {"type": "number"}, **values}
     item = {
         "type": "object",
-        "properties": {name: {"type": "string", "maxLength": 40}},
-        "required": [name],
+        "properties": properties,
+        "required": list(properties),
         "additionalProperties": False,
     }
     return Grammar.json_schema({"type": "array", "items": item, "minItems": 2000})
 
 
 def words(count: int) -> list[str]:
-    """Different random words, with and without a space before them, some with the end of a JSON string."""
+    """Different random words, half of them with a space before, one in a hundred with the end of a JSON string."""
     pick = random.Random(1)
     found: dict[str, None] = {}
     while len(found) < count:
         word = "".join(pick.choices("etaoinshrdlucmfwypvbgkjqxz", k=pick.randint(2, 9)))
-        found[" " * pick.randint(0, 1) + word + pick.choice(["", "", '"', ",", '",'])] = None
+        found[" " * pick.randint(0, 1) + word + (pick.choice(['"', '",']) if pick.random() < 0.01 else "")] = None
     return list(found)
 
 
@@ -66,7 +73,7 @@ def requests_of(engine: Engine, batch: int, share: float, temperature: float, ou
             temperature=temperature,
             max_tokens=outputs,
             ignore_eos=not constrained,
-            grammar=schema("name") if constrained else None,
+            grammar=schema("name", texts=number % 2 == 0) if constrained else None,
         )
         prompt = random_tokens(draw, INPUTS, engine.vocab_size)
         made.append(Request(id=f"{name}-{number}", prompt=prompt, params=params, arrival=time.monotonic()))
@@ -129,7 +136,7 @@ def compile_times(engine: Engine) -> list[Row]:
 
     def seconds(name: str) -> float:
         begin = time.perf_counter()
-        engine.compile_grammar(SamplingParams(grammar=schema(name)))
+        engine.compile_grammar(SamplingParams(grammar=schema(name, texts=True)))
         return time.perf_counter() - begin
 
     times = {"first": seconds("first"), "others": statistics.median(seconds(f"name{number}") for number in range(20))}

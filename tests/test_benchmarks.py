@@ -108,6 +108,19 @@ def test_a_known_gain_is_measured_without_it(gain: str) -> None:
     assert value > 0
 
 
+def test_constrained_decoding_reports_each_share_of_rows(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    small = ["--model", "tiny", "--batches", "1,2", "--temperatures", "0", "--steps", "4", "--rounds", "1"]
+    given = ["--set", "executor.device=cpu", "--set", "cache.memory=32MiB", "--set", "model.max_len=0"]
+    done = run_script("constrained_decoding.py", *small, *given, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    cases = [row["case"].partition(", ")[2] for row in rows if row["metric"] == "decode step"]
+    shares = ["none", "all", "none", "half", "all"]
+    assert cases == [f"batch {1 if at < 2 else 2}, {share} constrained" for at, share in enumerate(shares)]
+    assert all(row["value"] > 0 for row in rows if row["metric"] in ("compile", "decode step"))
+
+
 def test_model_directories_are_what_a_server_needs(tmp_path: Path) -> None:
     done = run_script("models.py", str(tmp_path), "tiny")
     assert done.returncode == 0, done.stderr

@@ -168,7 +168,7 @@ class LayerProfile:
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if self._device.type != "cpu":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        profile: Any = torch.profiler.profile(activities=kinds)
+        profile: Any = torch.profiler.profile(activities=kinds, acc_events=True)  # else 2.11 warns of cycles
         return profile
 
     def read(self, arguments: ReadLayers) -> list[LayerRow]:

@@ -100,7 +100,7 @@ class StepTrace:
             wanted.append(kinds.CUDA)
         if not wanted:
             return None
-        profile: Any = torch.profiler.profile(activities=wanted)
+        profile: Any = torch.profiler.profile(activities=wanted, acc_events=True)  # else 2.11 warns of cycles
         profile.start()
         return profile
 

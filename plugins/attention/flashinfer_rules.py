@@ -69,9 +69,9 @@ def xqa_refusal(spec: AttentionSpec, capability: tuple[int, int]) -> str | None:
         return f"it reads KV blocks of {' or '.join(map(str, XQA_BLOCK_SIZES))} tokens, not {spec.block_size}"
     if group > XQA_MAX_GROUP:
         return f"it takes at most {XQA_MAX_GROUP} query heads a KV head, not {group}"
-    if spec.kv_dtype == FLOAT8 and any(window is not None and window < spec.max_len for window in spec.sliding_windows):
+    if any(window is not None and window < spec.max_len for window in spec.sliding_windows):
         # It gives their tokens a weight of 0, which does not cancel a NaN that another sequence wrote there.
-        return f"over a {FLOAT8} cache it reads blocks behind a sliding window, which may be another sequence's"
+        return "it reads blocks behind a sliding window, which may be another sequence's"
     return None
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -38,9 +39,12 @@ STEP_MAX_ITEMS, STEP_LEXER_FUEL = 5000, 50_000
 alike took 194 ms per token; now the worst that was found takes 13 ms. Objects of 100 optional properties, and 200
 tools, are within the limits; objects of 300 are not.
 """
-MIN_PARALLEL, MIN_CORES, MAX_THREADS = 64, 4, 16
+MIN_PARALLEL, MIN_CORES, MAX_THREADS = 8, 4, 16
 """Masks, and cores, from which on several threads make masks; how many threads at most. A mask of 128,000
-tokens took 50 to 80 us (median of the rows, on a busy core), so that waking threads for few masks gains nothing."""
+tokens takes 10 us to 2 ms, and to wake the threads about 20."""
+MAX_ORIGINALS, MAX_EXTRA_SECONDS = 8, 0.05
+"""Matchers that are made of a grammar to be copied, and the time that those after the first may take together. The
+library has all copies of a matcher share one lexer, which one thread at a time may use."""
 _MAX_ERROR = 300
 """Characters of the library's error that are passed on."""
 
@@ -83,11 +87,19 @@ class LLGuidance(GrammarBackend[JsonOptions]):
             step_lexer_fuel=STEP_LEXER_FUEL,
             verbose_errors=False,
         )
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+
+        def make() -> LLMatcher:
+            return LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+
+        begin = time.perf_counter()
+        matcher = make()
+        seconds = time.perf_counter() - begin
         compiled = _Compiled(matcher, self._eos_tokens, self._eos_mask)
         problem = _error(matcher) or "; ".join(matcher.get_grammar_warnings()) or self._first_problem(compiled)
         if problem:
             raise InvalidRequestError(f"llguidance refuses the {_name(grammar)}: {problem}", "grammar")
+        if count := _extra_originals(seconds, _cores()):
+            threading.Thread(target=compiled.add_originals, args=(make, count), name="grammar", daemon=True).start()
         return compiled
 
     def _first_problem(self, compiled: CompiledGrammar) -> str:
@@ -146,15 +158,34 @@ class _Tokens:
 
 
 class _Compiled(CompiledGrammar):
+    """Hands out copies of a few matchers in turn, so that as many threads can make masks of its outputs."""
+
     def __init__(self, matcher: LLMatcher, eos_tokens: frozenset[int], eos: npt.NDArray[np.int32]) -> None:
-        self._matcher = matcher
+        self._originals = [matcher]
+        self._copies = 0
         self._eos_tokens = eos_tokens
         self._eos = eos
         self._copying = threading.Lock()  # the library lets one thread at a time use a matcher
 
     def matcher(self) -> GrammarMatcher:
         with self._copying:
-            return _Matcher(self._matcher.deep_copy(), self._eos_tokens, self._eos)
+            original = self._originals[self._copies % len(self._originals)]
+            self._copies += 1
+            return _Matcher(original.deep_copy(), self._eos_tokens, self._eos)
+
+    def add_originals(self, make: Callable[[], LLMatcher], count: int) -> None:
+        """Make further matchers to be copied; takes as often as long as compiling."""
+        for _ in range(count):
+            original = make()
+            with self._copying:
+                self._originals.append(original)
+
+
+def _extra_originals(seconds: float, cores: int) -> int:
+    """How many matchers to make besides the first, which took some seconds."""
+    if cores < MIN_CORES:
+        return 0
+    return min(MAX_ORIGINALS, cores, 1 + int(MAX_EXTRA_SECONDS / max(seconds, 1e-6))) - 1
 
 
 class _Matcher(GrammarMatcher):

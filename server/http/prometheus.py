@@ -64,6 +64,6 @@ class PrometheusExporter:
         texts = []
         for one in series(metric, self._names, self._max_len):
             before = ((label_pairs(one.common_labels(labels)), samples) for labels, samples in read)
-            samples = ((labels, sample) for labels, found in before for sample in found)
+            samples = ((labels, sample) for labels, found in before for sample in (*found, *one.zeros))
             texts.append(write(one, metric.kind, metric.help, metric.bounds, samples))
         return "".join(texts)

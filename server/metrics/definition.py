@@ -33,6 +33,8 @@ class VllmName:
     """Our value of a label -> vLLM's, where they differ."""
     bounds: tuple[float, ...] = ()
     """vLLM's bucket bounds, a subset of ours. Empty: the same."""
+    zeros: tuple[str, ...] = ()
+    """vLLM's values of the only label that stand for what never happens here: exported as 0."""
 
 
 @frozen(kw_only=True)
@@ -69,6 +71,8 @@ class Series:
     """Bounds of the buckets to write, some of the metric's own."""
     common: Mapping[str, str] = {}
     """Name of a common label, model_name or replica -> the one to write, where they differ."""
+    zeros: tuple[Sample, ...] = ()
+    """Samples to add to those that the metric reads."""
 
     def common_labels(self, labels: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
         """The common labels, under the names that this series has for them."""
@@ -93,7 +97,10 @@ def series(metric: Metric[Source], names: str, max_len: int) -> list[Series]:
         labels = tuple(vllm.labels.get(label, label) for label in metric.labels)
         bounds = tuple(bound for bound in vllm.bounds or metric.bounds if bound <= top)
         name = f"{VLLM_PREFIX}{vllm.name}{suffix}"
-        found.append(Series(name=name, label_names=labels, values=vllm.values, bounds=bounds, common=VLLM_COMMON))
+        zeros = tuple(by_label((value, 0) for value in vllm.zeros))
+        found.append(
+            Series(name=name, label_names=labels, values=vllm.values, bounds=bounds, common=VLLM_COMMON, zeros=zeros)
+        )
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from engine.core.gc_pauses import GC_BOUNDS
 from engine.core.histogram import PREEMPTIONS_BOUNDS, STEP_TOKENS_BOUNDS
@@ -14,6 +14,7 @@ from engine.server.metrics.gc_metrics import pause_samples
 from engine.server.metrics.reports import EngineReport, ReplicaReport
 from engine.server.metrics.roofline import ROOFLINE_METRICS
 from engine.server.metrics.speculation_metrics import SPECULATION_METRICS
+from engine.server.metrics.vllm_metrics import VLLM_METRICS
 from engine.server.shared.request_metrics import HISTOGRAMS
 
 
@@ -69,10 +70,6 @@ def _waiting(report: ReplicaReport) -> list[Sample]:
     return [(("capacity",), stats.waiting), (("deferred",), stats.compiling)]
 
 
-def _cached(report: ReplicaReport) -> int:
-    return report.requests.prompt_tokens["cached"]
-
-
 def _cache_config(report: ReplicaReport) -> list[Sample]:
     cache = report.engine.cache
     if cache is None:
@@ -96,13 +93,6 @@ def _graph_padding(report: ReplicaReport) -> list[Sample]:
 def _graph_misses(report: ReplicaReport) -> list[Sample]:
     misses = report.engine.stats.graph_misses
     return [] if misses is None else [((), misses)]
-
-
-def _only_vllms(
-    kind: Kind, name: str, help_text: str, read: Callable[[ReplicaReport], Iterable[Sample]], *labels: str
-) -> Metric[ReplicaReport]:
-    """A metric that has a name of ours under another definition, or is always 0 here, and that others ask for."""
-    return Metric(name="", kind=kind, help=help_text, read=read, labels=labels, vllm=VllmName(name=name))
 
 
 def _engine_pauses(report: ReplicaReport) -> Iterator[Sample]:
@@ -211,27 +201,10 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
         labels=("source",),
         read=lambda report: by_label(report.requests.prompt_tokens.items()),
         vllm=VllmName(
-            name="prompt_tokens_by_source", values={"computed": "local_compute", "cached": "local_cache_hit"}
+            name="prompt_tokens_by_source",
+            values={"computed": "local_compute", "cached": "local_cache_hit"},
+            zeros=("external_kv_transfer",),
         ),
-    ),
-    _only_vllms(
-        "counter",
-        "prompt_tokens",
-        "Prompt tokens of requests, counted with their first tokens, cached ones included.",
-        lambda report: [((), sum(report.requests.prompt_tokens.values()))],
-    ),
-    _only_vllms(
-        "counter",
-        "prompt_tokens_cached",
-        "Prompt tokens of requests that were in the prefix cache.",
-        lambda report: [((), _cached(report))],
-    ),
-    _only_vllms(
-        "counter",
-        "prompt_tokens_cached_by_source",
-        "Prompt tokens of requests that were in the prefix cache; device is the only source.",
-        lambda report: [(("device",), _cached(report))],
-        "source",
     ),
     _of_engine(
         "counter",
@@ -281,18 +254,6 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
         vllm=VllmName(name="prefix_cache_hits"),
     ),
     *CACHE_METRICS,
-    _only_vllms(
-        "counter",
-        "external_prefix_cache_queries",
-        "Prompt tokens looked up in a cache outside the process: 0, since there is none.",
-        lambda report: [((), 0)],
-    ),
-    _only_vllms(
-        "counter",
-        "external_prefix_cache_hits",
-        "Prompt tokens found in a cache outside the process: 0, since there is none.",
-        lambda report: [((), 0)],
-    ),
     _of_engine(
         "counter",
         "num_preemptions",
@@ -366,5 +327,6 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
     ),
     *SPECULATION_METRICS,
     *ROOFLINE_METRICS,
+    *VLLM_METRICS,
 )
 """Metrics of each replica, with the labels model_name and replica."""

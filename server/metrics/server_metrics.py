@@ -15,8 +15,9 @@ from engine.server.shared.metrics_table import FRONT_END_PHASES
 
 def _http_requests(server: ServerReport) -> Iterator[Sample]:
     for slot, (method, path) in enumerate(server.routes):
-        for status, count in server.counts.http.statuses(slot).items():
-            if count:
+        counts = server.counts.http.statuses(slot)
+        if any(counts.values()):  # a class without requests too, since `rate` misses the first of a new series
+            for status, count in counts.items():
                 yield (path, method, status), count
 
 

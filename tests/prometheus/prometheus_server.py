@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import tempfile
@@ -19,6 +20,13 @@ import httpx
 ROOT = Path(__file__).resolve().parents[2]
 INTERVAL = "1s"
 """How often Prometheus scrapes."""
+JOB = "vllm"
+"""Some queries select the jobs whose names contain this."""
+VARIABLE = re.compile(r"\$(?:(\w+)|{(\w+)})")
+SELECTOR = re.compile(r"(?<![\w.:])[a-zA-Z_:][\w:]*(?:{[^}]*})?(?![\w:]|\s*\()")
+NO_SERIES = re.compile(r"\[[^\]]*\]|\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")
+"""Ranges, and lists of labels."""
+OPERATORS = {"or", "and", "unless", "bool", "offset"}
 
 
 def executable() -> str | None:
@@ -27,25 +35,31 @@ def executable() -> str | None:
 
 
 class Prometheus:
-    """A running Prometheus."""
+    """A running Prometheus. Its methods raise AssertionError for what it refuses."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, http: httpx.Client) -> None:
+        self._http = http
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The series that an expression gives now. Raises AssertionError for one that Prometheus refuses."""
-        answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=30).json()
-        assert answer["status"] == "success", f"{expression}: {answer}"
-        result: list[dict[str, Any]] = answer["data"]["result"]
+        """The series that an expression gives now."""
+        result: list[dict[str, Any]] = self._answer("query", {"query": expression})["result"]
         return result
 
     def range(self, expression: str, start: float, end: float) -> list[dict[str, Any]]:
-        """The series of an expression, a point a second."""
-        params: dict[str, Any] = {"query": expression, "start": start, "end": end, "step": 1}
-        answer = httpx.get(f"{self.url}/api/v1/query_range", params=params, timeout=30).json()
-        assert answer["status"] == "success", f"{expression}: {answer}"
-        result: list[dict[str, Any]] = answer["data"]["result"]
+        """The series of an expression, a point per second."""
+        params = {"query": expression, "start": start, "end": end, "step": 1}
+        result: list[dict[str, Any]] = self._answer("query_range", params)["result"]
         return result
+
+    def label_values(self, label: str, series: str | None = None) -> list[str]:
+        """The values of a label, of all series or of those that a selector selects."""
+        result: list[str] = self._answer(f"label/{label}/values", {} if series is None else {"match[]": series})
+        return result
+
+    def _answer(self, path: str, params: dict[str, Any]) -> Any:
+        answer = self._http.get(f"/api/v1/{path}", params=params).json()
+        assert answer["status"] == "success", f"{params}: {answer}"
+        return answer["data"]
 
 
 @contextlib.contextmanager
@@ -55,18 +69,19 @@ def scraping(command: str, target: str) -> Iterator[Prometheus]:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
         free.close()
-        labels = {"namespace": "default", "service": "engine", "pod": "engine-0"}
+        labels = {"namespace": "llm-d", "service": "engine", "pod": "engine-0"}
         config = {
             "global": {"scrape_interval": INTERVAL},
-            "scrape_configs": [{"job_name": "engine", "static_configs": [{"targets": [target], "labels": labels}]}],
+            "scrape_configs": [{"job_name": JOB, "static_configs": [{"targets": [target], "labels": labels}]}],
         }
         file = Path(directory) / "prometheus.yml"
         file.write_text(json.dumps(config))
         options = [f"--config.file={file}", f"--storage.tsdb.path={directory}/data", f"--web.listen-address={address}"]
         process = subprocess.Popen([command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            until(lambda: httpx.get(f"http://{address}/-/ready").status_code == 200)
-            yield Prometheus(f"http://{address}")
+            with httpx.Client(base_url=f"http://{address}", timeout=30) as http:
+                until(lambda: http.get("/-/ready").status_code == 200)
+                yield Prometheus(http)
         finally:
             process.terminate()
             process.wait()
@@ -112,11 +127,15 @@ def load(url: str, model: str, clients: int = 4) -> Iterator[None]:
             thread.join()
 
 
-def filled(expression: str, model: str) -> str:
-    """An expression of a dashboard with values in place of its variables."""
-    values = {"$__rate_interval": "10s", "$__interval": "10s", "$__range": "30s", "$job": ".*", "$instance": ".*"}
-    values |= {"$NS": "default", "$namespace": "default", "$SVC": "engine"}
-    values |= dict.fromkeys(("$model_name", "$Deployment_id", "$MODEL"), model)
-    for name, value in values.items():
-        expression = expression.replace(name, value)
-    return expression
+def filled(expression: str, model: str, **more: str) -> str:
+    """An expression of a dashboard with values in place of its variables. more: further variables."""
+    values = dict.fromkeys(("__rate_interval", "__interval", "interval", "aggregate_interval"), "10s")
+    values |= {"__range": "30s", "job": ".*", "instance": ".*", "engine": ".*", "job_name": JOB}
+    values |= {"NS": "llm-d", "namespace": "llm-d", "SVC": "engine", "deployment": "engine"}
+    values |= dict.fromkeys(("model_name", "model", "Deployment_id", "MODEL"), model)
+    return VARIABLE.sub(lambda name: (values | more)[name[1] or name[2]], expression)
+
+
+def selectors(expression: str) -> list[str]:
+    """The selectors of series in an expression."""
+    return [found for found in SELECTOR.findall(NO_SERIES.sub("", expression)) if found not in OPERATORS]

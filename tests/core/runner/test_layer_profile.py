@@ -169,7 +169,7 @@ def test_too_few_steps_are_refused_and_a_later_profile_works(engine: Engine) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", ["auto", "off"])
 def test_device_times_are_those_of_the_step_on_a_gpu(engine_checkpoint: Path, graphs: str) -> None:
-    settings = {"executor__device": "cuda", "cache__memory": "256MiB", "model__max_len": 1024}
+    settings = {"executor__device": "cuda", "cache__memory": "256MiB"}
     params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     with Engine(model=str(engine_checkpoint), executor__graphs=graphs, **settings) as on_gpu:
         for number in range(8):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 
 import numpy as np
@@ -114,6 +115,30 @@ def parallel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("parallel")
 def test_masks_that_several_threads_make_are_the_same() -> None:
     TestLLGuidance().test_batches()
+
+
+@pytest.mark.usefixtures("parallel")
+def test_matchers_of_all_originals_make_the_same_masks() -> None:
+    compiled = backend().compile(Grammar.json_schema({"type": "array", "items": {"type": "string"}}))
+    for thread in threading.enumerate():
+        if thread.name == "grammar":
+            thread.join()
+    assert isinstance(compiled, llguidance._Compiled)
+    assert len(compiled._originals) == llguidance._extra_originals(0.0, llguidance._cores()) + 1
+    matchers = [compiled.matcher() for _ in range(20)]
+    for matcher in matchers:
+        follow(matcher, b'["a')
+    masks = np.zeros((20, WORDS), np.int32)
+    assert not any(type(matchers[0]).fill_batch(matchers, masks))
+    assert masks[0].any()
+    assert all(np.array_equal(mask, masks[0]) for mask in masks)
+
+
+def test_only_as_many_originals_are_made_as_cores_can_use_and_compile_soon() -> None:
+    found = [
+        llguidance._extra_originals(*case) for case in [(0.001, 16), (0.001, 4), (0.001, 2), (0.02, 16), (1.0, 16)]
+    ]
+    assert found == [7, 3, 0, 2, 0]
 
 
 @pytest.mark.usefixtures("parallel")

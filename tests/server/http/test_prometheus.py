@@ -304,8 +304,10 @@ def test_vllms_prompt_tokens_include_those_that_were_cached() -> None:
     assert found["vllm:prompt_tokens_cached_total", ""] == 8
     assert found["vllm:prompt_tokens_by_source_total", "local_compute"] == 4
     assert found["vllm:prompt_tokens_by_source_total", "local_cache_hit"] == 8
+    assert found["vllm:prompt_tokens_by_source_total", "external_kv_transfer"] == 0
     assert found["vllm:prompt_tokens_cached_by_source_total", "device"] == 8
-    assert found["vllm:external_prefix_cache_hits_total", ""] == 0
+    for never in ("external_prefix_cache_queries", "external_prefix_cache_hits", "mm_cache_queries", "mm_cache_hits"):
+        assert found[f"vllm:{never}_total", ""] == 0
 
 
 def test_waiting_requests_are_exported_by_reason() -> None:
@@ -334,6 +336,13 @@ def test_graphs_are_exported_only_where_there_are_some() -> None:
     assert found["engine_graph_misses_total", ""] == 4
 
 
+@pytest.mark.parametrize("up", [True, False])
+def test_vllms_sleep_state_is_awake_while_the_engine_accepts_requests(up: bool) -> None:
+    found = samples(board(), EngineStats(), up=up, names="vllm")
+    states = {state: value for (name, state), value in found.items() if name == "vllm:engine_sleep_state"}
+    assert states == ({"awake": 1, "weights_offloaded": 0, "discard_all": 0} if up else {})
+
+
 def test_http_requests_are_counted_by_route_and_status() -> None:
     numbers = board(2)
     for row, slot, status, seconds in ((0, 1, 200, 0.25), (1, 1, 499, 0.5), (1, 2, 101, 0.1), (0, 0, 503, 7.0)):
@@ -343,8 +352,15 @@ def test_http_requests_are_counted_by_route_and_status() -> None:
     assert found["http_requests_total", "/v1/completionsPOST4xx"] == 1
     assert found["http_requests_total", "/v1/modelsGET2xx"] == 1
     assert found["http_requests_total", "otherother5xx"] == 1
-    assert ("http_requests_total", "/v1/modelsGET5xx") not in found
+    assert found["http_requests_total", "/v1/modelsGET5xx"] == 0
     assert found["http_request_duration_seconds_sum", "/v1/completionsPOST"] == 0.75
+
+
+def test_http_requests_of_a_route_that_was_never_asked_are_not_exported() -> None:
+    numbers = board()
+    numbers.rows[0].http.observe(1, 200, 0.1)
+    exported = [labels for name, labels in samples(numbers, EngineStats()) if name == "http_requests_total"]
+    assert exported == [f"/v1/completionsPOST{status}" for status in ("2xx", "3xx", "4xx", "5xx")]
 
 
 def test_declined_requests_are_counted_by_the_code_of_the_error() -> None:
