@@ -151,18 +151,6 @@ class RequestState:
         return len(self.output)
 
     @property
-    def max_drafts(self) -> int:
-        """The most drafts that the next token may be followed by, if no step in flight samples for the request.
-
-        0 before min_tokens, since the sampler bans the tokens that end the request for whole steps only; with a grammar
-        or penalties, which depend on the tokens before.
-        """
-        params = self.params
-        if params.grammar is not None or self.output_len < params.min_tokens or params.has_penalties:
-            return 0
-        return self.max_output - self.sampled - 1
-
-    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt logprobs were requested and have not been returned yet."""
         return self.params.prompt_logprobs is not None and not self.output_len

@@ -125,7 +125,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         speculator = self.make_speculator(seed)
         kinds, states = LAYOUTS[layout]
         if speculator is not None and states:  # a state cannot go back to a token before
-            kinds, states = LAYOUTS["full"]
+            kinds, states = (FULL, window(2 + states, groups=states)), 0
         self.live: dict[str, Request] = {}
         num_blocks *= sum(kind.groups for kind in kinds)
         cache = cache_info(num_blocks=num_blocks, block_size=BLOCK_SIZE, kinds=kinds, states=states)
@@ -421,8 +421,8 @@ TestPerfectDrafts.settings = settings(LIMITS, max_examples=50)
 TestRandomDrafts = RandomDraftsMachine.TestCase
 TestRandomDrafts.settings = settings(LIMITS, max_examples=50)
 TestAdversarialDrafts = AdversarialDraftsMachine.TestCase
-TestAdversarialDrafts.settings = settings(LIMITS, max_examples=50)
+TestAdversarialDrafts.settings = LIMITS
 TestFailingDrafts = FailingDraftsMachine.TestCase
-TestFailingDrafts.settings = settings(LIMITS, max_examples=50)
+TestFailingDrafts.settings = LIMITS
 TestMultiStepDrafts = MultiStepDraftsMachine.TestCase
 TestMultiStepDrafts.settings = settings(LIMITS, max_examples=50)
