@@ -19,9 +19,9 @@ class CheckedSpeculator:
     """A speculator whose proposals are valid: at most as many tokens as asked for, all of the vocabulary.
 
     A speculator that raises, or makes an invalid proposal, cannot stop the engine: there is no proposal, the fault is
-    counted in `faults`, and the first fault of each method is logged. It is asked again for the next proposal.
+    counted in `faults`, and the first fault of each method is logged. The speculator is asked again in a later step.
 
-    learns: whether the speculator has an `accepted` of its own; otherwise `accepted` need not be called.
+    learns: whether the speculator overrides `accepted`; otherwise `accepted` need not be called.
     """
 
     def __init__(self, speculator: Speculator[Any]) -> None:
@@ -49,7 +49,7 @@ class CheckedSpeculator:
         return ()
 
     def accepted(self, request_id: str, proposed: int, accepted: int) -> None:
-        """Report how many tokens of a proposal were accepted."""
+        """Report how many tokens of a proposal were verified (`proposed`), and how many of these were accepted."""
         try:
             self._speculator.accepted(request_id, proposed, accepted)
         except BaseException as error:
@@ -65,7 +65,7 @@ class CheckedSpeculator:
     def rehearse(self) -> None:
         """Call each method once, for a request that does not exist.
 
-        Raises PluginFaultError or PluginError, naming the plugin, for what the first request would have met.
+        Raises PluginFaultError or PluginError, naming the plugin, for a fault that the first request would meet.
         """
         tokens = [number % min(self._vocab_size, 3) for number in range(min(self.spec.max_len, 12))]
         sequence = SpeculatedSequence(request_id=_REHEARSAL, tokens=tokens, prompt_length=len(tokens))
