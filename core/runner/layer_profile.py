@@ -122,7 +122,7 @@ class LayerProfile:
     def start(self, arguments: StartLayers) -> None:
         """Begin to record. Raises ControlError if steps are recorded already."""
         if self._profile is not None:
-            raise ControlError("the layers are profiled already; stop that first")
+            raise ControlError("a profile by layer is in progress already; stop it first")
         self._skip, self._steps, self._rows, self._recorded = arguments.skip, [], [], None
         self._most = arguments.steps and arguments.skip + arguments.steps + 1
         self._cost = count_model(self._layers, self._layout)
@@ -152,7 +152,7 @@ class LayerProfile:
         if arguments.discard:
             return None
         if recorded is None:
-            raise ControlError("the layers are not profiled; start that first")
+            raise ControlError("no profile by layer is in progress; start one first")
         twins = self._run_twins()  # first: all ranks take part, whatever becomes of their events
         return self._report([*_events(recorded), *twins])
 
