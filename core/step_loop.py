@@ -32,7 +32,7 @@ class StepLoop:
 
     steps_ahead: steps in flight while the next is planned: 1 to overlap planning with the device's work, else 0.
     owner: the executor, as errors name it. grammars: compiles those of requests. meter: counts what steps compute;
-    None: nothing does. draft_lengths: is told how long steps take; None: no one is.
+    None: nothing does. draft_lengths: corrected by how long steps take; None: there are none.
     """
 
     def __init__(
