@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from engine.core.speculators.checked_speculator import CheckedSpeculator as CheckedSpeculator
     from engine.core.speculators.draft_lengths import DraftLengths as DraftLengths
     from engine.core.speculators.step_costs import StepCosts as StepCosts
+    from engine.core.speculators.step_timing import StepTiming as StepTiming
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
@@ -24,4 +25,5 @@ __getattr__, __dir__, __all__ = exports(
     checked_speculator=("CheckedSpeculator",),
     draft_lengths=("DraftLengths",),
     step_costs=("StepCosts",),
+    step_timing=("StepTiming",),
 )
