@@ -32,7 +32,7 @@ class StepLoop:
 
     steps_ahead: steps in flight while the next is planned: 1 to overlap planning with the device's work, else 0.
     owner: name of the executor in errors. grammars: compiles the grammars of requests. meter: counts what steps
-    compute; None: nothing counts. draft_lengths: corrected by the times of steps; None: nothing is.
+    compute; None: nothing counts. draft_lengths: corrected by the times of steps; None: there are none.
     """
 
     def __init__(

@@ -150,7 +150,7 @@ def test_traces_and_profiles_by_layer_exclude_each_other(engine: Engine, tmp_pat
     [rank] = engine.call("stop_layers")
     assert rank["steps"] == 2
     engine.start_trace(TraceOptions(path=str(tmp_path / "b.json.gz"), activities=()))
-    with pytest.raises(ControlError, match="a trace is recorded"):
+    with pytest.raises(ControlError, match=r"a trace uses torch\.profiler now"):
         engine.call("start_layers")
     finish(engine)
     engine.stop_trace()
