@@ -300,8 +300,8 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
     Metric(
         name="graph_replays",
         kind="counter",
-        help="Steps that ran in CUDA graphs, by kind (decode, verify, prefill) and by size of the graphs: sequences, for "
-        "verify and prefill tokens.",
+        help="Steps that ran in CUDA graphs, by kind (decode, verify, prefill) and by size of the graphs: sequences, "
+        "for verify and prefill tokens.",
         labels=("kind", "size"),
         read=_graph_replays,
     ),
