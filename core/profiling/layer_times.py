@@ -130,7 +130,7 @@ def _add_replays(host: HostEvents, key: str, number: int, replays: int) -> None:
     graphs = 1 if twin is None else len(twin.launches)
     if twin is None or not replays or replays % graphs:
         raise ControlError(
-            f"step {number} replayed {replays} CUDA graphs, where {key} consists of {graphs}; profile with --graphs off"
+            f"step {number} replayed {replays} CUDA graphs, where {key} consists of {graphs}; run with --graphs off"
             " instead"
         )
     host.modules.setdefault(REPLAY, ModuleTimes()).calls += replays
@@ -179,7 +179,7 @@ class _Match:
         raise ControlError(
             f"a replay of the CUDA graphs of {self._key} has {len(found)} kernels and the same step without graphs"
             f" {len(expected)}; the first that differs is number {number} of graph {place % len(self._graphs)}: {one}"
-            f" in the replay, {other} without. Their modules would be guessed; profile with --graphs off instead"
+            f" in the replay, {other} without. Their modules would be guessed; run with --graphs off instead"
         )
 
 
