@@ -48,10 +48,12 @@ class RequestState:
         "first_token_at",
         "id",
         "max_output",
+        "may_have_drafts",
         "next_check_len",
         "next_event",
         "output",
         "params",
+        "prediction_tokens",
         "preemptions",
         "preemptions_for_waiting",
         "prefill_len",
@@ -81,6 +83,7 @@ class RequestState:
         self.id = request.id
         self.params = params
         self.max_output = max_output
+        self.may_have_drafts = not params.no_drafts_because
         self.stop_tokens = stop_tokens | {NO_TOKEN}
         self.arrival_order = (request.arrival, number)
         self.prompt_len = len(request.prompt)
@@ -92,6 +95,7 @@ class RequestState:
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.prediction_tokens = (0, 0) if request.prediction else None  # Output.prediction_tokens
         self.preemptions = 0
         self.preemptions_for_waiting = 0  # preemptions in favour of waiting requests since the last token
         self.finished = False
@@ -157,8 +161,7 @@ class RequestState:
         0 before min_tokens, since the sampler bans the tokens that end the request for whole steps only; with a grammar
         or penalties, which depend on the tokens before.
         """
-        params = self.params
-        if params.grammar is not None or self.output_len < params.min_tokens or params.has_penalties:
+        if not self.may_have_drafts or self.output_len < self.params.min_tokens:
             return 0
         return self.max_output - self.sampled - 1
 
@@ -193,6 +196,13 @@ class RequestState:
         self._last_step = self._counter.steps_planned
         self._computed += 1
         self._sampled += 1
+
+    def count_prediction(self, tokens: tuple[int, ...], proposed: int) -> None:
+        """Count drafts that were tokens of the prediction. tokens: those that came of it, yet to be appended."""
+        assert self.prediction_tokens is not None, "the request has no prediction"
+        accepted, rejected = self.prediction_tokens
+        kept = min(len(tokens) - 1, len(self._until_stop(tokens)[0]))
+        self.prediction_tokens = (accepted + kept, rejected + proposed - kept)
 
     def accept_drafts(self, count: int) -> None:
         """Count the drafts accepted in a step that was counted by `plan_drafts`."""
@@ -250,6 +260,7 @@ class RequestState:
             times=self._times(now) if first or reason else None,
             num_tokens=len(self.output) if reason else 0,
             preemptions=self.preemptions if reason else 0,
+            prediction_tokens=self.prediction_tokens,
         )
 
     def _until_stop(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
