@@ -9,6 +9,9 @@ run. The same steps are timed many times, and the minimum of each step counts, s
 Waiting: an urgent request under `priority` that does not fit, half of the running ones being less urgent; a long prompt
 under `fcfs` that is cached but does not fit; and aborts of waiting requests, newest first. Here the processor time of
 this thread counts, and each step runs once. Equal prompts: tokens computed and blocks held.
+
+--drafts K: steady decode where each sequence has K drafts in each step, of which half are accepted. No step is then in
+flight while the next is planned; the speculator's own time is that of returning a list.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from engine.core.device import find_device
 from engine.core.plugin_host import load_plugins
 from engine.core.profiling import ModelCost, ModuleCost, Peaks, StepMeter
 from engine.core.schedulers import BlockManager, CacheMetrics, Scheduler, SchedulingPolicy
+from engine.core.speculators import CheckedSpeculator, SpeculatedSequence, Speculator, SpeculatorSpec
 from engine.core.types import Request, SamplingParams, Step, StepResult
 
 BLOCK_SIZE = 16
@@ -60,9 +64,10 @@ class Loop:
         blocks: int | None = None,
         kv_metrics: float | None = None,
         roofline: bool = False,
+        drafts: int = 0,
     ) -> None:
         """kv_metrics: share of blocks that are sampled; None: the cache is not measured. roofline: count FLOPs and
-        bytes."""
+        bytes. drafts: of each sequence in each step."""
         self.meter = make_meter() if roofline else None
         blocks = blocks or 2 * max_running * max_len // BLOCK_SIZE
         metrics = CacheMetrics(sample=kv_metrics) if kv_metrics is not None else None
@@ -75,6 +80,7 @@ class Loop:
             eos_tokens=frozenset({0}),
             cache_metrics=metrics,
             meter=self.meter,
+            speculator=constant_speculator(drafts, max_len) if drafts else None,
         )
         self.in_flight: deque[tuple[Step, StepResult]] = deque()
 
@@ -86,6 +92,8 @@ class Loop:
 
     def step(self, times: Times) -> None:
         """Plan a step, and commit the previous one."""
+        if self.in_flight and self.scheduler.needs_result():
+            self.commit(times)
         begin = time.perf_counter()
         step = self.scheduler.schedule(begin)
         times.schedule.append(time.perf_counter() - begin)
@@ -93,19 +101,37 @@ class Loop:
             self.in_flight.append((step, answer(step)))
             times.iterations += step.iterations
         if step is None or len(self.in_flight) > 1:
-            earlier, result = self.in_flight.popleft()
-            begin = time.perf_counter()
-            if self.meter is not None:
-                self.meter.finish()
-            self.scheduler.commit(earlier, result, begin)
-            times.commit.append(time.perf_counter() - begin)
-            times.tokens += len(result.tokens) * len(result.tokens[0])
+            self.commit(times)
+
+    def commit(self, times: Times) -> None:
+        """Commit the oldest step in flight."""
+        earlier, result = self.in_flight.popleft()
+        begin = time.perf_counter()
+        if self.meter is not None:
+            self.meter.finish()
+        self.scheduler.commit(earlier, result, begin)
+        times.commit.append(time.perf_counter() - begin)
+        times.tokens += len(result.tokens) * len(result.tokens[0]) + sum(map(len, result.verified))
 
 
 def answer(step: Step) -> StepResult:
-    """A result with one token per sequence that samples; no token ends a request."""
+    """A result with one token per sequence that samples, and half of the drafts; no token ends a request."""
     row = (7,) * (len(step.decodes) + sum(chunk.sample for chunk in step.chunks))
-    return StepResult(step=step.id, tokens=(row,) * step.iterations)
+    verified = tuple((*part.tokens[1 : len(part.tokens) // 2 + 1], 7) for part in step.drafts)
+    return StepResult(step=step.id, tokens=(row,) * step.iterations, verified=verified)
+
+
+class Constant(Speculator[None]):
+    """Proposes as many tokens as may be, always the same."""
+
+    api = "1"
+
+    def propose(self, sequence: SpeculatedSequence, limit: int) -> list[int]:
+        return [7] * limit
+
+
+def constant_speculator(drafts: int, max_len: int) -> CheckedSpeculator:
+    return CheckedSpeculator(Constant(SpeculatorSpec(vocab_size=1000, max_len=max_len, max_drafts=drafts)))
 
 
 def make_meter() -> StepMeter:
@@ -121,7 +147,7 @@ def make_meter() -> StepMeter:
 
 
 def steady(policy: SchedulingPolicy[Any], running: int, repeat: int, **settings: Any) -> list[Times]:
-    max_tokens = (repeat + 3) * WINDOW * MAX_STEPS
+    max_tokens = (repeat + 3) * WINDOW * max(MAX_STEPS, 1 + settings.get("drafts", 0))
     loop = Loop(policy, max_running=running, max_len=128 + max_tokens, **settings)
     for number in range(running):
         loop.add(str(number), 64 + number % BLOCK_SIZE, max_tokens)
@@ -278,6 +304,7 @@ def main() -> None:
     parser.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--kv-metrics", type=float, metavar="SAMPLE", help="measure the cache: share of blocks sampled")
     parser.add_argument("--roofline", action="store_true", help="count FLOPs and bytes of each step, as engines do")
+    parser.add_argument("--drafts", type=int, default=0, metavar="K", help="steady decode with K drafts per sequence")
     parser.add_argument("--waiting-only", action="store_true", help="only requests that wait, and equal prompts")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -285,12 +312,18 @@ def main() -> None:
     policy = policy_of(arguments.policy)
     caching = arguments.prefix_caching
     cache = {"prefix_caching": caching, "kv_metrics": arguments.kv_metrics, "roofline": arguments.roofline}
-    rows = [] if arguments.waiting_only else throughput_rows(policy, arguments.repeat, **cache)
+    if arguments.drafts:
+        rows = []
+        for running in (1, 64, 256):
+            times = steady(policy, running, arguments.repeat, drafts=arguments.drafts, **cache)
+            rows += rows_of(f"{arguments.drafts} drafts, {running} running", times)
+    else:
+        rows = [] if arguments.waiting_only else throughput_rows(policy, arguments.repeat, **cache)
     if rows:
         print(f"{'':<45}{'us/step':>10}{'us/request/step':>18}")
     for step, request in zip(rows[::2], rows[1::2], strict=True):
         print(f"{step.metric:<45}{step.value:>10.1f}{request.value:>18.3f}")
-    extra = waiting_rows()
+    extra = [] if arguments.drafts else waiting_rows()
     print()
     for row in extra:
         print(f"{row.metric:<65}{row.value:>12,.1f} {row.unit}")

@@ -1,17 +1,21 @@
 """Measures what drafts gain by how often they are accepted: output tokens per second next to plain decoding.
 
     python benchmarks/speculation.py [--model DIR] [--batch 1,8,32,64] [--drafts 1,3,5,7] [--acceptance 0,0.5,0.7,0.9]
-        [--length fixed,auto] [--tokens 128] [--repeat 3] [--set KEY=VALUE] [--json FILE]
+        [--length fixed,auto] [--tokens 128] [--repeat 3] [--speculator NAME] [--set KEY=VALUE] [--json FILE]
 
-The speculator is scripted: it knows what the model generated without drafts, and each of its tokens is right with the
-given probability. So weights may be random (--set model.load_format=dummy). `ideal` is the gain if a step with drafts
-took as long as one without: the mean number of accepted drafts + 1. `equal` is the share of requests with the tokens of
-plain decoding: 1 in float32; in shorter types logits may differ in the last bit with the number of rows.
+Without --speculator it is scripted: it knows what the model generated without drafts, and each of its tokens is right
+with the given probability. So weights may be random (--set model.load_format=dummy). `ideal` is the gain if a step with
+drafts took as long as one without: the mean number of accepted drafts + 1. `equal` is the share of requests with the
+tokens of plain decoding: 1 in float32; in shorter types logits may differ in the last bit with the number of rows.
+
+With --speculator ngram or suffix, the prompts are Python files, each followed by its own beginning, which a model that
+completes code repeats; --acceptance then has no meaning. A first run, which does not count, fills the prefix cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import sys
@@ -24,6 +28,7 @@ from engine.cli.bench.report import Row, engine_settings, report, write
 from engine.core import Engine, SamplingParams
 from engine.core.speculators import SpeculatedSequence, Speculator
 
+ROOT = Path(__file__).parent.parent
 PROMPT_TOKENS = 128
 
 
@@ -54,6 +59,60 @@ def run(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[float, l
     return len(prompts) * tokens / (time.perf_counter() - begin), found
 
 
+def prompts_of(engine: Engine, count: int, *, texts: bool) -> list[list[int]]:
+    """Random tokens, or tokens of files."""
+    if not texts:
+        pick = random.Random(1)
+        return [[pick.randrange(engine.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+    found = []
+    for file in sorted((ROOT / "core").rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        if len(text) > 2000 and len(found) < count:
+            found.append(engine.tokenizer.encode(text[:1500] + "\n\n\n" + text[:150]))
+    return found
+
+
+def measure(
+    engine: Engine, prompts: list[list[int]], args: argparse.Namespace, case: str, plain: float, expected: list[Any]
+) -> list[Row]:
+    """Rows of one engine with drafts and one batch."""
+    run(engine, prompts, args.tokens)
+    before = engine.stats().speculation
+    runs = [run(engine, prompts, args.tokens) for _ in range(args.repeat)]
+    after = engine.stats().speculation
+    assert before is not None
+    assert after is not None
+    rate = statistics.median(rate for rate, _ in runs)
+    equal = statistics.mean(one == other for one, other in zip(runs[0][1], expected, strict=True))
+    proposed, accepted = (
+        [new - old for new, old in zip(getattr(after, name), getattr(before, name), strict=True)]
+        for name in ("proposed", "accepted")
+    )
+    ideal = 1 + (sum(accepted) / proposed[0] if proposed[0] else 0.0)
+    shares = [round(right / count, 2) for right, count in zip(accepted, proposed, strict=True) if count]
+    print(
+        f"{case}: {rate:.0f} tokens/s, {rate / plain:.2f} x, ideal {ideal:.2f} x where there are drafts, equal"
+        f" {equal:.2f}, accepted by position {shares}",
+        flush=True,
+    )
+    return [
+        Row(
+            metric="output tokens per second",
+            value=round(rate, 1),
+            unit="tokens/s",
+            baseline=round(plain, 1),
+            baseline_name="plain",
+            case=case,
+        ),
+        Row(metric="ideal", value=round(ideal, 2), unit="x", case=case),
+        Row(metric="equal", value=round(equal, 3), unit="share", case=case),
+        *(
+            Row(metric=f"accepted at position {place}", value=share, unit="share", case=case)
+            for place, share in enumerate(shares, 1)
+        ),
+    ]
+
+
 def numbers(text: str) -> list[float]:
     return [float(one) for one in text.split(",")]
 
@@ -67,20 +126,21 @@ def main() -> int:
     parser.add_argument("--length", default="fixed,auto")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--speculator", help="a plugin's name, instead of the scripted one")
     parser.add_argument("--set", action="append", default=[], dest="settings")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    settings: dict[str, Any] = {"cache__prefix_caching": False}
-    settings |= {key.replace(".", "__"): value for key, _, value in (one.partition("=") for one in args.settings)}
+    settings: dict[str, Any] = {
+        key.replace(".", "__"): value for key, _, value in (one.partition("=") for one in args.settings)
+    }
     batches = [int(one) for one in args.batch]
 
     plain: dict[int, float] = {}
     expected: dict[int, list[tuple[int, ...]]] = {}
-    pick = random.Random(1)
     with Engine(args.model, **settings) as engine:
         described = engine_settings(engine)
         machine = engine.cache_info.device
-        prompts = [[pick.randrange(engine.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(max(batches))]
+        prompts = prompts_of(engine, max(batches), texts=args.speculator is not None)
         for batch in batches:
             runs = [run(engine, prompts[:batch], args.tokens) for _ in range(1 + args.repeat)][1:]
             plain[batch], expected[batch] = statistics.median(rate for rate, _ in runs), runs[0][1]
@@ -89,47 +149,18 @@ def main() -> int:
         Row(metric="output tokens per second", value=round(rate, 1), unit="tokens/s", case=f"batch {batch}, plain")
         for batch, rate in plain.items()
     ]
-    for length in args.length.split(","):
-        for drafts in map(int, args.drafts):
-            given = {"speculator": Scripted, "speculator__length": length, "speculator__max_drafts": drafts}
-            with Engine(args.model, **settings, **given) as engine:
-                for batch in batches:
-                    Scripted.outputs = {
-                        tuple(prompt): output for prompt, output in zip(prompts, expected[batch], strict=False)
-                    }
-                    for acceptance in args.acceptance:
-                        Scripted.acceptance = acceptance
-                        run(engine, prompts[:batch], args.tokens)
-                        before = engine.stats().speculation
-                        runs = [run(engine, prompts[:batch], args.tokens) for _ in range(args.repeat)]
-                        after = engine.stats().speculation
-                        rate = statistics.median(rate for rate, _ in runs)
-                        equal = statistics.mean(
-                            one == other for one, other in zip(runs[0][1], expected[batch], strict=True)
-                        )
-                        assert before is not None
-                        assert after is not None
-                        slices = after.proposed[0] - before.proposed[0]
-                        kept = sum(after.accepted) - sum(before.accepted)
-                        ideal = 1 + (kept / slices if slices else 0.0)
-                        case = f"batch {batch}, {drafts} drafts, {length}, acceptance {acceptance:g}"
-                        print(
-                            f"{case}: {rate:.0f} tokens/s, {rate / plain[batch]:.2f} x, ideal {ideal:.2f} x where there"
-                            f" are drafts, equal {equal:.2f}",
-                            flush=True,
-                        )
-                        results += [
-                            Row(
-                                metric="output tokens per second",
-                                value=round(rate, 1),
-                                unit="tokens/s",
-                                baseline=round(plain[batch], 1),
-                                baseline_name="plain",
-                                case=case,
-                            ),
-                            Row(metric="ideal", value=round(ideal, 2), unit="x", case=case),
-                            Row(metric="equal", value=round(equal, 3), unit="share", case=case),
-                        ]
+    for length, drafts in itertools.product(args.length.split(","), map(int, args.drafts)):
+        chosen = args.speculator or Scripted
+        given = {"speculator": chosen, "speculator__length": length, "speculator__max_drafts": drafts}
+        with Engine(args.model, **settings, **given) as engine:
+            for batch in batches:
+                some = prompts[:batch]
+                Scripted.outputs = {tuple(one): output for one, output in zip(some, expected[batch], strict=True)}
+                for Scripted.acceptance in args.acceptance if args.speculator is None else [0.0]:
+                    case = f"batch {batch}, {drafts} drafts, {length}, " + (
+                        args.speculator or f"acceptance {Scripted.acceptance:g}"
+                    )
+                    results += measure(engine, some, args, case, plain[batch], expected[batch])
     if args.json is not None:
         write(args.json, report("speculation", machine, results, {**described, "tokens": args.tokens}))
     return 0

@@ -22,7 +22,7 @@ class GraphUses:
             return
         used = len(step.decodes) + sum(chunk.count for chunk in step.chunks)
         used += sum(len(part.tokens) for part in step.drafts)
-        kind = "prefill" if step.chunks or step.drafts else "decode"  # decode graphs have one token per sequence
+        kind = "prefill" if step.chunks else "verify" if step.drafts else "decode"
         counts = self._replays.setdefault((kind, size), [0, 0])
         counts[0] += step.iterations
         counts[1] += (size - used) * step.iterations

@@ -15,6 +15,7 @@ from engine.core.phase_timer import PhaseTimer
 from engine.core.plugin_host.faults import PluginCall, name_fault
 from engine.core.profiling.live import StepMeter
 from engine.core.schedulers.scheduler import Scheduler
+from engine.core.speculators.step_timing import StepTiming
 from engine.core.types import EngineStats, HistogramCounts, Output, Step, StepResult
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class StepLoop:
 
     steps_ahead: steps in flight while the next is planned: 1 to overlap planning with the device's work, else 0.
     owner: the executor, as errors name it. grammars: compiles those of requests. meter: counts what steps compute;
-    None: nothing does. draft_lengths: is told what a step with drafts takes longer for not overlapping with planning.
+    None: nothing does. draft_lengths: corrected by how long steps take; None: there are none.
     """
 
     def __init__(
@@ -55,9 +56,7 @@ class StepLoop:
         self._outputs: list[Output] = []
         """Committed, but not returned yet."""
         self._speculates = scheduler.speculates
-        self._draft_lengths = draft_lengths if steps_ahead else None
-        self._steps = 0
-        """Steps committed, counted only where `_draft_lengths` is."""
+        self._timing = None if draft_lengths is None else StepTiming(draft_lengths, overlaps=steps_ahead > 0)
         self._kernels_compiled = self._graphs_captured = 0
         self._graph_uses = GraphUses()
         self._worker_pauses: tuple[tuple[str, tuple[HistogramCounts, ...]], ...] = ()
@@ -98,6 +97,8 @@ class StepLoop:
     def _submit(self, step: Step) -> None:
         """Submit a step to the executor."""
         try:
+            if self._timing is not None:
+                self._timing.begin()
             with self.timers["submit"]:
                 pending = self._executor.submit(step)
             if self.recorder is not None:
@@ -112,6 +113,8 @@ class StepLoop:
         try:
             with self.timers["wait"]:
                 result = pending.result()
+            if self._timing is not None:
+                self._timing.end(step)
             if self._meter is not None:
                 self._meter.finish()
         except BaseException as error:
@@ -120,10 +123,8 @@ class StepLoop:
             self._count(step, result)
             with self.timers["commit"]:
                 self._outputs += self._scheduler.commit(step, result, time.monotonic())
-            if self._draft_lengths is not None:
-                self._steps += 1
-                host = self.timers["schedule"].seconds + self.timers["commit"].seconds
-                self._draft_lengths.overhead = host / self._steps
+            if self._timing is not None:
+                self._timing.add_host_time(self.timers["schedule"].seconds + self.timers["commit"].seconds)
         except BaseException as error:
             self._note_failure(error)
             raise
@@ -156,6 +157,8 @@ class StepLoop:
     def forget(self) -> None:
         """Give up the steps in flight, whose results no one will commit."""
         self._in_flight.clear()
+        if self._timing is not None:
+            self._timing.forget()
         self._outputs.clear()
 
     def add_stats(self, stats: EngineStats) -> EngineStats:

@@ -580,8 +580,8 @@ class EngineStats:
     kv_events: tuple[int, int] | None = None
     """Batches of events of the KV cache, and how many of them were dropped; None: none are published."""
     graph_replays: tuple[tuple[str, int, int, int], ...] = ()
-    """(kind of step: decode or prefill, size, steps that ran in graphs of this size, sequences or tokens of padding in
-    them), ascending; the last two are counters."""
+    """(kind of step: decode, verify or prefill, size, steps that ran in graphs of this size, sequences or tokens of
+    padding in them), ascending; the last two are counters."""
     graph_misses: int | None = None
     """Steps that ran without CUDA graphs although there are some; None: there are none."""
     work: tuple[StepWork, ...] = ()

@@ -18,7 +18,7 @@ from engine.core.types import CacheInfo, DraftSlice, Step, StepResult
 _MAX_ROWS = 512
 """Rows of the longest step that is measured; times beyond follow from the last two measurements."""
 _REPETITIONS = 3
-_MAX_SECONDS = 3.0
+_MAX_SECONDS = 2.0
 """No further number of rows is measured after this time."""
 _DECODES = 2 * _REPETITIONS
 """Positions after the drafts' that decodes may take."""
@@ -49,7 +49,7 @@ def measure_step_times(
 ) -> StepTimes | None:
     """Run decodes of more and more sequences, without drafts and with `max_drafts` each; None: there is no room.
 
-    To be called after the rehearsal, in which results are checked; takes up to 3 seconds, or as long as a prompt and
+    To be called after the rehearsal, in which results are checked; takes up to 2 seconds, or as long as a prompt and
     the first nine steps take. What remains are keys and values in blocks that are free. max_tokens: of a step; max_len:
     of a context; owner: the executor, as errors name it. Raises what the executor raises, and StepFaultError where a
     result does not have the tokens of each draft slice.
@@ -62,22 +62,25 @@ def measure_step_times(
         _MAX_ROWS // (1 + max_drafts),
         _sequences_that_fit(cache, length),
     )
-    if (
-        most < 1
-        or max_len < length
-        or longest_context(cache.kinds, cache.num_blocks, cache.block_size, max_tokens) < length
-    ):
+    longest = min(max_len, longest_context(cache.kinds, cache.num_blocks, cache.block_size, max_tokens))
+    if most < 1 or length > longest:
         return None
-    _run(executor, prompt_step([length] * most, cache.kinds, cache.block_size))
-    numbers = tuple(range(most))
+    prompts = prompt_step([length] * most, cache.kinds, cache.block_size)
+    tables = len(cache.kinds)
     plain: list[tuple[int, float]] = []
     drafts: list[tuple[int, float]] = []
     end = clock() + _MAX_SECONDS
+    running = 0
     # The fewest rows first, all that a slow device may have time for.
     for count, width in _sizes(most, max_drafts):
         if plain and clock() > end:
             break
-        chosen = numbers[:count]
+        if count > running:
+            new, blocks = prompts.new[running:count], prompts.blocks[running * tables : count * tables]
+            chunks = prompts.chunks[running:count]
+            _run(executor, Step(id=STEP, decodes=(), chunks=chunks, new=new, blocks=blocks))
+            running = count
+        chosen = tuple(range(count))
         for _ in range(_REPETITIONS):
             slices = tuple(DraftSlice(number, 1, (0,) * (1 + width)) for number in chosen)
             step = Step(id=STEP, decodes=(), chunks=(), drafts=slices)
@@ -86,13 +89,13 @@ def measure_step_times(
             drafts.append((count * (1 + width), seconds))
         if width < max_drafts:
             continue
-        reset = tuple((number, length - _DECODES) for number in numbers)
+        reset = tuple((number, length - _DECODES) for number in chosen)
         for _ in range(_REPETITIONS):
             step = Step(id=STEP, decodes=chosen, chunks=(), positions=reset)
             seconds, _ = _time(executor, step, clock)
             plain.append((count, seconds))
             reset = ()
-    return StepTimes(plain=_costs(plain), drafts=_costs(drafts), sequences=numbers)
+    return StepTimes(plain=_costs(plain), drafts=_costs(drafts), sequences=tuple(range(running)))
 
 
 def _costs(measured: Sequence[tuple[int, float]]) -> StepCosts:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from engine.core.runner.device_state import DeviceState
     from engine.core.runner.lap_timer import LapTimer
     from engine.core.sampling.base import CapturedTokens, PathName, SamplingPath
+    from engine.core.sampling.draft_rows import DraftRows, VerifiedDrafts
+    from engine.core.types import Step
 
 T = TypeVar("T")
 
@@ -246,16 +248,69 @@ class DecodeGraphs:
             self._rows[:size].copy_(sent[-2])
             self._positions[:size].copy_(sent[-1])
 
+    def fits(self, step: Step) -> bool:
+        """Whether a step with drafts has a graph: without chunks, and with a row for each of its tokens."""
+        if step.chunks or not self._persistent_batch.draft_rows:
+            return False
+        return len(step.decodes) + sum(len(part.tokens) for part in step.drafts) <= self._sizes[-1]
+
+    def verify(self, step: Step, drafts: DraftRows, timer: LapTimer) -> tuple[SampledTokens, VerifiedDrafts, int]:
+        """Replay one decode step for sequences with and without drafts; returns the batch size of the graph, too.
+
+        Each token of a draft slice has a row of its own, which reads the blocks of its sequence. Since a layer writes
+        all keys and values before its attention reads any, a row sees those of the tokens before it in its slice.
+        """
+        batch, sampler, plain = self._persistent_batch, self._sampler, len(step.decodes)
+        sequences = (*step.decodes, *(part.sequence for part in step.drafts for _ in part.tokens))
+        count, size, path = len(sequences), self.size(len(sequences)), sampler.graph_path(sequences)
+        graph = self._graphs.get((size, path.name)) or self._capture(size, path)
+        self.invalidate()
+        decoding = batch.rows(step.decodes)
+        rows, positions = np.full(size, batch.padding_row, np.int64), np.zeros(size, np.int64)
+        rows[:plain], positions[:plain] = decoding, batch.computed[decoding]
+        rows[plain:count] = batch.draft_rows[: count - plain]
+        positions[plain:count] = [at for part in step.drafts for at, _ in enumerate(part.tokens, part.start)]
+        batch.computed[decoding] += 1
+        sources = batch.rows(sequences[plain:])
+        tokens = np.array([token for part in step.drafts for token in part.tokens], np.int64)
+        *changes, rows_sent, positions_sent, sources_sent, tokens_sent = to_device(
+            [*batch.take_changes(), rows, positions, sources, tokens], self._device
+        )
+        batch.apply(changes)
+        self._rows[:size].copy_(rows_sent)
+        self._positions[:size].copy_(positions_sent)
+        targets = self._rows[plain:count]
+        batch.copy_rows(targets, sources_sent, tokens_sent)
+        sampler.table.copy_rows(targets, sources_sent, drafts.offsets[plain:])
+        timer.end("prepare")
+        graph.replay()
+        timer.end("launch")
+        if graph.logits is None:
+            sampled = self._tokens_of_replay(count)
+            chosen = batch.last_tokens[self._rows[:count]]
+        else:
+            own_rows = torch.cat((self._rows[:plain], sources_sent))
+            sampled = sampler.sample(graph.logits[:count], sequences, own_rows, drafts)
+            chosen = sampled.tokens
+            batch.set_last_tokens(own_rows[:plain], chosen[:plain])
+        verified = sampler.verify(drafts, chosen, batch.last_tokens)
+        timer.end("sample")
+        return sampled, verified, size
+
+    def _tokens_of_replay(self, count: int) -> SampledTokens:
+        """The tokens that the replay just launched samples, on their way to the host."""
+        if not self._fused:
+            return SampledTokens.from_tokens(self._sampled[:count], self._max_logits[:count])
+        line = self._num_replays_launched % HOST_LINES
+        self._num_replays_launched += 1
+        tokens, max_logits = self._host_tokens[line, :count], self._host_max_logits[line, :count]
+        return SampledTokens.from_host(tokens, max_logits, self._device)
+
     def _collect(self, decodes: tuple[int, ...], graph: _Graph) -> SampledTokens:
         """The tokens of the replay just launched, on their way to the host."""
         count = len(decodes)
         if graph.logits is None:
-            if not self._fused:
-                return SampledTokens.from_tokens(self._sampled[:count], self._max_logits[:count])
-            line = self._num_replays_launched % HOST_LINES
-            self._num_replays_launched += 1
-            tokens, max_logits = self._host_tokens[line, :count], self._host_max_logits[line, :count]
-            return SampledTokens.from_host(tokens, max_logits, self._device)
+            return self._tokens_of_replay(count)
         rows = self._rows[:count]
         sampled = self._sampler.sample(graph.logits[:count], decodes, rows)
         self._persistent_batch.set_last_tokens(rows, sampled.tokens)

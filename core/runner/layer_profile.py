@@ -184,11 +184,12 @@ class LayerProfile:
             pending = launch(step)
         graphs = None
         if pending.graph_size:
-            graphs = _Graphs(pending.graph_size, None if step.chunks else self._path)
+            whole = self._launcher.graph_size(step) is not None
+            graphs = _Graphs(pending.graph_size, self._path if whole else None)
         self._steps.append(
             _RecordedStep(
                 shape=self._shape(step),
-                decodes=len(step.decodes),
+                decodes=len(step.decodes) + len(step.drafts),
                 prefill_tokens=sum(chunk.count for chunk in step.chunks),
                 graphs=graphs,
             )
@@ -205,8 +206,13 @@ class LayerProfile:
         ends = persistent_batch.computed[persistent_batch.rows(step.decodes)]
         shape = StepShape.of(
             decodes=[int(end) - later for later in range(step.iterations) for end in ends],
-            chunks=[(chunk.start, chunk.count) for chunk in step.chunks],
-            sampled=len(step.decodes) * step.iterations + sum(chunk.sample for chunk in step.chunks),
+            chunks=[
+                *((chunk.start, chunk.count) for chunk in step.chunks),
+                *((part.start, len(part.tokens)) for part in step.drafts),
+            ],
+            sampled=len(step.decodes) * step.iterations
+            + sum(chunk.sample for chunk in step.chunks)
+            + sum(len(part.tokens) for part in step.drafts),
             windows=self._cost.windows,
         )
         return evolve(shape, iterations=step.iterations)

@@ -47,10 +47,13 @@ class PersistentBatch:
         scratch_block: int,
         device: torch.device,
         groups_by_kind: Sequence[int] = (1,),
+        draft_rows: int = 0,
     ) -> None:
-        """groups_by_kind: BlockKind.groups of each kind of layers."""
-        rows, width = max_running + 1, -(-max_len // block_size)
+        """groups_by_kind: BlockKind.groups of each kind of layers. draft_rows: further rows, see `copy_rows`."""
+        rows, width = max_running + 1 + draft_rows, -(-max_len // block_size)
         self.padding_row = max_running
+        self.draft_rows = range(max_running + 1, rows)
+        """Rows of no sequence, each for one token of a draft slice during a step."""
         self.block_size = block_size
         self.computed = np.zeros(rows, np.int64)
         """[rows]: tokens in the KV cache once all steps launched so far are done."""
@@ -144,6 +147,11 @@ class PersistentBatch:
         if changes:
             entries, blocks = changes
             self._flat_tables.index_copy_(0, entries, blocks)
+
+    def copy_rows(self, targets: torch.Tensor, sources: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Give draft rows the block tables of other rows, and their own last tokens; all [n] int64 on the device."""
+        self.group_tables.index_copy_(1, targets, self.group_tables.index_select(1, sources))
+        self.last_tokens.index_copy_(0, targets, tokens)
 
     def row(self, sequence: int) -> int:
         """The row of a sequence."""

@@ -259,6 +259,7 @@ class RunnerStart:
             GroupState(pool=StatePool(state.tensors, len(state.layers), max_running, self._name), attention=None)
             for state in layout.states
         ]
+        draft_rows = max_running if self._speculates else 0
         persistent_batch = PersistentBatch(
             max_running=max_running,
             max_len=self._spec.max_len,
@@ -266,6 +267,7 @@ class RunnerStart:
             scratch_block=num_blocks,
             device=device,
             groups_by_kind=[kind.groups for kind in layout.kinds],
+            draft_rows=draft_rows,
         )
         sampler = Sampler(
             self._model_spec.vocab_size,
@@ -275,6 +277,7 @@ class RunnerStart:
             fused=self._fused,
             same_on_all_ranks=self._group.broadcast,
             grammars=self._grammars,
+            draft_rows=draft_rows,
         )
         return DeviceState(model=model, groups=tuple(groups), persistent_batch=persistent_batch, sampler=sampler)
 

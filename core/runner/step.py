@@ -96,9 +96,9 @@ class StepLauncher:
 
     def graph_size(self, step: Step) -> int | None:
         """Batch size of the CUDA graph of a step; None if the step is launched without one."""
-        if self._decode_graphs is None or step.chunks or step.drafts:
+        if self._decode_graphs is None or step.chunks or (step.drafts and not self._decode_graphs.fits(step)):
             return None
-        return self._decode_graphs.size(len(step.decodes))
+        return self._decode_graphs.size(len(step.decodes) + sum(len(part.tokens) for part in step.drafts))
 
     def _launch(self, step: Step) -> PendingStep:
         timer = LapTimer()
@@ -108,6 +108,10 @@ class StepLauncher:
             samples = self._decode_graphs.run(step.decodes, step.iterations, timer)
             size = self._decode_graphs.size(len(step.decodes))
             return PendingStep(step.id, samples, (), timer.seconds, graph_size=size)
+        if self._decode_graphs is not None and step.drafts and self._decode_graphs.fits(step):
+            drafts = self._draft_rows(step, len(step.decodes))
+            sampled, verified, size = self._decode_graphs.verify(step, drafts, timer)
+            return PendingStep(step.id, (sampled,), (), timer.seconds, graph_size=size, drafts=verified)
         if self._decode_graphs is not None:
             self._decode_graphs.invalidate()
         return self._launch_kernels(step, timer)

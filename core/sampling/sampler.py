@@ -69,10 +69,12 @@ class Sampler:
         fused: bool,
         same_on_all_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tokens: tokens,
         grammars: Grammars | None = None,
+        draft_rows: int = 0,
     ) -> None:
         """max_running: rows of the SamplingTable that sequences can have. fused: sample by Triton kernels instead of
         PyTorch's operations. same_on_all_ranks: replaces drawn tokens by those of rank 0; greedy tokens are the same
-        on all ranks, since the logits are. grammars: compiles those of sequences; None: no sequence has one."""
+        on all ranks, since the logits are. grammars: compiles those of sequences; None: no sequence has one.
+        draft_rows: of the SamplingTable."""
         self._device = device = torch.device(device)
         self._vocab_size = vocab_size
         self._eos_tokens = eos_tokens
@@ -84,7 +86,7 @@ class Sampler:
         self._builder = SamplingBatchBuilder(vocab_size, device, fused)
         self._batch: SamplingBatch | None = None
         self._prompt_logprobs = PromptLogprobs()
-        self.table = SamplingTable(max_running, device)
+        self.table = SamplingTable(max_running, device, draft_rows)
         self._token_counts = TokenCounts(vocab_size, max_running, device)
         self._grammar_masks = GrammarMasks(grammars, vocab_size, device)
         max_and_index: Argmax = argmax

@@ -11,16 +11,18 @@ from engine.core.types import SamplingParams
 
 
 class SamplingTable:
-    """Sampling parameters by row: rows 0 to max_running - 1 are for sequences; the last row is padding, and greedy.
+    """Sampling parameters by row: rows 0 to max_running - 1 are for sequences; the next row is padding, and greedy; the
+    others are draft rows (`copy_rows`).
 
     The tensors keep their addresses as long as the table exists, so that a captured CUDA graph may read them.
     """
 
-    def __init__(self, max_running: int, device: torch.device) -> None:
+    def __init__(self, max_running: int, device: torch.device, draft_rows: int = 0) -> None:
         self.padding_row = max_running
         self._device = device
-        self._words = torch.zeros(2, max_running + 1, dtype=torch.int64, device=device)
-        self._numbers = torch.zeros(4, max_running + 1, dtype=torch.int32, device=device)
+        rows = max_running + 1 + draft_rows
+        self._words = torch.zeros(2, rows, dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(4, rows, dtype=torch.int32, device=device)
         self._one = torch.ones(1, dtype=torch.int64, device=device)
         self.keys = self._words[0]
         """int64: `mix` of the seed."""
@@ -67,6 +69,12 @@ class SamplingTable:
         words, numbers = _parts(staged.to(self._device, non_blocking=True), count)
         self._words.index_copy_(1, words[0], words[1:])
         self._numbers.index_copy_(1, words[0], numbers)
+
+    def copy_rows(self, targets: torch.Tensor, sources: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Give draft rows the parameters of other rows, and `offsets` output tokens more; all [n] int64."""
+        self._words.index_copy_(1, targets, self._words.index_select(1, sources))
+        self._numbers.index_copy_(1, targets, self._numbers.index_select(1, sources))
+        self.num_outputs.index_add_(0, targets, offsets)
 
     def advance(self, rows: torch.Tensor) -> None:
         """Add 1 to `num_outputs` of these rows; rows: [n] int64, the padding row any number of times."""

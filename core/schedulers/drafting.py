@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from engine.core.schedulers.queues import Queues
 from engine.core.schedulers.request_state import RequestState
@@ -35,8 +36,11 @@ class Drafting:
         """Whether `lengths` knows of the step that is planned next."""
         self._queues = queues
         self._max_drafts = speculator.spec.max_drafts
-        self._sequences: dict[str, SpeculatedSequence] = {}
-        """By request id, of the requests that the speculator was asked about."""
+        self._sequences: dict[str, SpeculatedSequence | None] = {}
+        """By request id, the requests that have decoded; None: the request has no drafts.
+
+        No request has drafts before its min_tokens either, since the sampler bans the tokens that end it for a step.
+        """
         self._predictions: dict[str, PredictedOutput] = {}
         """By request id, of the requests that have one."""
         self._planned: dict[RequestState, tuple[int, ...]] = {}
@@ -45,8 +49,10 @@ class Drafting:
         """By sequence number, requests with drafts in a step that was planned, until `resume`."""
         self._positions: dict[int, int] = {}
         """By sequence number, tokens computed; for the runner, which does not follow how many drafts are accepted."""
-        self._proposed = [0] * self._max_drafts
-        self._accepted = [0] * self._max_drafts
+        self._verified = [0] * (self._max_drafts + 1)
+        """By number of drafts, how often a slice of that many was verified."""
+        self._accepted = [0] * (self._max_drafts + 1)
+        """By number of drafts, how often that many of a slice were accepted."""
 
     def has_proposal(self) -> bool:
         """Whether there is a proposal for a decoding request by the tokens committed so far."""
@@ -140,12 +146,11 @@ class Drafting:
         after them."""
         accepted = len(tokens) - 1
         state.accept_drafts(accepted)
-        for position in range(proposed):
-            self._proposed[position] += 1
-            self._accepted[position] += position < accepted
+        self._verified[proposed] += 1
+        self._accepted[accepted] += 1
         if self._lengths is not None:
             self._lengths.record(state.id, proposed, accepted)
-        prediction = self._predictions.get(state.id)
+        prediction = self._predictions.get(state.id) if self._predictions else None
         if prediction is not None and prediction.proposed:
             state.count_prediction(tokens, proposed)
         elif self._speculator.learns:
@@ -153,9 +158,10 @@ class Drafting:
 
     def give_back(self, state: RequestState) -> None:
         """Free the blocks that only rejected drafts needed; the next token keeps its place."""
-        if state.sequence:
-            self._queues.blocks.shrink(state.sequence, state.computed + 1)
-            state.capacity = self._queues.blocks.capacity(state.sequence)
+        blocks = self._queues.blocks
+        if state.sequence and state.capacity - blocks.block_size > state.computed:
+            blocks.shrink(state.sequence, state.computed + 1)
+            state.capacity = blocks.capacity(state.sequence)
 
     def forget(self, state: RequestState) -> None:
         """Forget a request that has ended."""
@@ -168,27 +174,42 @@ class Drafting:
     def stats(self) -> SpeculationStats:
         """Counters since the start."""
         return SpeculationStats(
-            proposed=tuple(self._proposed), accepted=tuple(self._accepted), faults=self._speculator.faults
+            proposed=_at_least(self._verified), accepted=_at_least(self._accepted), faults=self._speculator.faults
         )
 
     def _propose(self, state: RequestState, room: int) -> Sequence[int]:
-        limit = min(room, self._max_drafts, state.max_drafts)
+        try:
+            sequence = self._sequences[state.id]
+        except KeyError:
+            sequence = self._sequences[state.id] = _speculated(state)
+            if sequence is not None and state.request.prediction:
+                self._predictions[state.id] = PredictedOutput(state.request.prediction)
+        if sequence is None or state.output_len < state.params.min_tokens:
+            return ()
+        limit = min(room, self._max_drafts, state.max_output - state.sampled - 1)
         if limit > 0 and self._lengths is not None:
             limit = min(limit, self._lengths.limit(state.id))
         if limit <= 0:
             return ()
-        sequence = self._sequences.get(state.id)
-        if sequence is None:
-            sequence = self._sequences[state.id] = SpeculatedSequence(
-                request_id=state.id,
-                tokens=state.tokens,
-                prompt_length=state.prompt_len,
-                tenant=state.request.salt or None,
-            )
-            if state.request.prediction:
-                self._predictions[state.id] = PredictedOutput(state.request.prediction)
         if self._predictions and (prediction := self._predictions.get(state.id)) is not None:
             found = prediction.propose(state.output, limit)
             if found:
                 return found
         return self._speculator.propose(sequence, limit)
+
+
+def _speculated(state: RequestState) -> SpeculatedSequence | None:
+    """A request as the speculator sees it; None: it has no drafts, since its next token depends on those before it."""
+    if state.params.no_drafts_because:
+        return None
+    return SpeculatedSequence(
+        request_id=state.id,
+        tokens=state.tokens,
+        prompt_length=state.prompt_len,
+        tenant=state.request.salt or None,
+    )
+
+
+def _at_least(counts: Sequence[int]) -> tuple[int, ...]:
+    """From how often there were 0, 1, 2 and more: how often there was at least 1, at least 2 and so on."""
+    return tuple(accumulate(reversed(counts[1:])))[::-1]

@@ -48,7 +48,6 @@ class RequestState:
         "first_token_at",
         "id",
         "max_output",
-        "may_have_drafts",
         "next_check_len",
         "next_event",
         "output",
@@ -83,7 +82,6 @@ class RequestState:
         self.id = request.id
         self.params = params
         self.max_output = max_output
-        self.may_have_drafts = not params.no_drafts_because
         self.stop_tokens = stop_tokens | {NO_TOKEN}
         self.arrival_order = (request.arrival, number)
         self.prompt_len = len(request.prompt)
@@ -153,17 +151,6 @@ class RequestState:
     def output_len(self) -> int:
         """Output tokens committed."""
         return len(self.output)
-
-    @property
-    def max_drafts(self) -> int:
-        """The most drafts that the next token may be followed by, if no step in flight samples for the request.
-
-        0 before min_tokens, since the sampler bans the tokens that end the request for whole steps only; with a grammar
-        or penalties, which depend on the tokens before.
-        """
-        if not self.may_have_drafts or self.output_len < self.params.min_tokens:
-            return 0
-        return self.max_output - self.sampled - 1
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -388,7 +388,21 @@ class Scheduler:
             if state.finished:
                 continue
             self._drafting.verified(state, len(part.tokens) - 1, tokens)
-            outputs.append(self._append(state, tokens, entries, now))
+            known = state.output
+            if len(known) + len(tokens) < state.next_check_len and state.stop_tokens.isdisjoint(tokens):
+                known += tokens
+                self._generation_tokens += len(tokens)
+                outputs.append(
+                    Output(
+                        request=state.id,
+                        tokens=tokens,
+                        logprobs=entries,
+                        cached_tokens=state.cached_tokens,
+                        prediction_tokens=state.prediction_tokens,
+                    )
+                )
+            else:
+                outputs.append(self._append(state, tokens, entries, now))
             if not state.finished:
                 self._drafting.give_back(state)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         check_prediction as check_prediction,
     )
     from engine.core.speculators.step_costs import StepCosts as StepCosts
+    from engine.core.speculators.step_timing import StepTiming as StepTiming
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
@@ -32,4 +33,5 @@ __getattr__, __dir__, __all__ = exports(
         "check_prediction",
     ),
     step_costs=("StepCosts",),
+    step_timing=("StepTiming",),
 )

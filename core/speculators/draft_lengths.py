@@ -147,6 +147,10 @@ class DraftLengths:
         estimate = (trials.accepted + _PRIOR_TRIALS * common) / (trials.count + _PRIOR_TRIALS)
         return min(estimate, _MAX_ACCEPTANCE)
 
+    def observe(self, rows: int, time: float, *, drafts: bool) -> None:
+        """Correct the measured times by what a step took. drafts: whether it had any."""
+        (self._costs if drafts else self._plain).observe(rows, time)
+
     def record(self, request_id: str, proposed: int, accepted: int) -> None:
         """Take in how many of the `proposed` drafts that were verified were accepted."""
         trials = self._requests.setdefault(request_id, _Trials())

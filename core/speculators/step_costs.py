@@ -9,9 +9,20 @@ import numpy.typing as npt
 
 from engine.core.errors import ConfigError
 
+_QUICK, _SLOW = 0.2, 0.02
+"""Weights of an observation: of the first few, and of all later ones."""
+_REFRESH = 8
+"""Observations after which the table is made again."""
+_FEW = 4
+"""Observations of a size below which the factor of all sizes stands for its own."""
+
 
 class StepCosts:
-    """Measured times of steps, linear beyond the last measurement. Never falls with more rows."""
+    """Measured times of steps, linear beyond the last measurement. Never falls with more rows.
+
+    Steps that are observed later correct the times, each those of its own number of rows, and until these were observed
+    often enough, all of them by the same factor.
+    """
 
     def __init__(self, measured: Iterable[tuple[int, float]], *, padded: bool = False) -> None:
         """measured: (rows, time in any unit), in any order. padded: steps of numbers of rows in between are padded to
@@ -28,16 +39,46 @@ class StepCosts:
         self._rows = np.array(sorted(best), np.int64)
         self._times = np.maximum.accumulate(np.array([best[rows] for rows in self._rows]))
         self._table = np.zeros(0)
+        self._base = np.zeros(0)
+        """The table by the measurements alone."""
+        self._factors = np.ones(len(self._rows))
+        """What observed steps took, next to the measurement, by number of rows."""
+        self._counts = np.zeros(len(self._rows), np.int64)
+        self._factor = 1.0
+        """The same for all numbers of rows."""
+        self._count = 0
 
     def table(self, rows: int) -> npt.NDArray[np.float64]:
         """The times of steps by their rows, from 0 to `rows` at least."""
         if len(self._table) <= rows:
             numbers = np.arange(max(rows + 1, 2 * len(self._table)))
-            if self._padded:
-                table = self._times[np.searchsorted(self._rows, numbers).clip(max=len(self._rows) - 1)]
-            else:
-                table = np.interp(numbers, self._rows, self._times)
-            (before, last), (start, end) = self._rows[-2:], self._times[-2:]
-            slope = (end - start) / (last - before)
-            self._table = table + slope * np.maximum(numbers - last, 0)
+            self._base = self._interpolated(self._times, numbers)
+            self._table = self._corrected()
         return self._table
+
+    def observe(self, rows: int, time: float) -> None:
+        """Take in what a step took. A single one changes little, however long it was."""
+        self.table(rows)
+        ratio = min(max(time / float(self._base[rows]), 0.25), 4.0)
+        size = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
+        self._count += 1
+        self._counts[size] += 1
+        self._factor += (ratio - self._factor) * max(_SLOW, _QUICK / self._count)
+        self._factors[size] += (ratio - self._factors[size]) * max(_SLOW, _QUICK / float(self._counts[size]))
+        if self._count % _REFRESH == 0:
+            self._table = self._corrected()
+
+    def _corrected(self) -> npt.NDArray[np.float64]:
+        factors = np.where(self._counts >= _FEW, self._factors, self._factor)
+        table = self._base * np.interp(np.arange(len(self._base)), self._rows, factors)
+        return np.maximum.accumulate(table)
+
+    def _interpolated(self, times: npt.NDArray[np.float64], numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """The times of these numbers of rows."""
+        if self._padded:
+            table = times[np.searchsorted(self._rows, numbers).clip(max=len(self._rows) - 1)]
+        else:
+            table = np.interp(numbers, self._rows, times)
+        (before, last), (start, end) = self._rows[-2:], times[-2:]
+        beyond: npt.NDArray[np.float64] = table + (end - start) / (last - before) * np.maximum(numbers - last, 0)
+        return beyond

@@ -27,7 +27,7 @@ def _book(at, row, count, token, counts, tokens, last_tokens, num_outputs):
     tl.store(num_outputs + row, tl.load(num_outputs + row) + count + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def _match_kernel(drafts, k, sampled, first, rows, counts, tokens, last_tokens, num_outputs):
     at = tl.program_id(0)
     start = tl.load(first + at)
@@ -42,7 +42,7 @@ def _match_kernel(drafts, k, sampled, first, rows, counts, tokens, last_tokens, 
     _book(at, tl.load(rows + at), count, token, counts, tokens, last_tokens, num_outputs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def _verify_kernel(
     logits,
     stride,

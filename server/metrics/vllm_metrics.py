@@ -41,6 +41,15 @@ def _sleep_states(report: ReplicaReport) -> list[Sample]:
     return by_label((("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)))
 
 
+def _graph_modes(report: ReplicaReport) -> list[Sample]:
+    stats = report.engine.stats
+    steps = dict.fromkeys(("decode", "prefill"), 0)
+    for kind, _, replays, _ in stats.graph_replays:
+        steps[kind] += replays
+    without = sum(stats.step_tokens.counts) if stats.graph_misses is None else stats.graph_misses
+    return by_label((("FULL", steps["decode"]), ("PIECEWISE", steps["prefill"]), ("NONE", without)))
+
+
 VLLM_METRICS: tuple[Metric[ReplicaReport], ...] = (
     _of_vllm(
         "counter",
@@ -74,6 +83,14 @@ VLLM_METRICS: tuple[Metric[ReplicaReport], ...] = (
         "1 for the state awake while the engine process accepts requests, 0 for the others: there is no sleep mode.",
         _sleep_states,
         "sleep_state",
+    ),
+    _of_vllm(
+        "counter",
+        "cudagraph_iterations",
+        "Steps, each iteration of a multi-step step counted, in a CUDA graph (FULL: decode), in the pieces of one"
+        " (PIECEWISE: with prefill) and without (NONE).",
+        _graph_modes,
+        "runtime_mode",
     ),
     _estimate(
         "estimated_flops_per_gpu",

@@ -26,7 +26,6 @@ QUERIES = json.loads((Path(__file__).parent / "vllm_queries.json").read_text(enc
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "dashboards" / "engine.json").read_text(encoding="utf-8"))
 LABEL_VALUES = re.compile(r"label_values\((?:(.+), *)?(\w+)\)")
 NO_SERIES = {
-    r"vllm:spec_decode_": "no speculative decoding yet",
     r"vllm:lora_requests_info": "there are no LoRA adapters; vLLM has it only with some",
     r"vllm:(nixl_|num_requests_kv_fetch_by_stage)": "KV caches are not sent to other servers",
     r"vllm:(simple_)?kv_offload_": "KV blocks are not offloaded",
@@ -36,7 +35,6 @@ NO_SERIES = {
     r"vllm:(cpu_cache_usage_perc|num_requests_swapped|time_per_output_token_seconds)": "vLLM has removed it",
     r"vllm:(prefix_cache_hits|prefix_cache_queries|num_preemptions)\b": "the counter ends in _total, as vLLM's does",
     r"vllm:(request_success|prompt_tokens|generation_tokens)\b": "the counter ends in _total, as vLLM's does",
-    r"vllm:cudagraph_iterations_total": "vLLM's documentation has none; engine_graph_replays_total counts graphs",
     r'vllm:num_requests_waiting{model="': "the label is model_name, as vLLM's is",
     r'vllm:\w+{(pod=~"\.\*|job="vllm-)(prefill|decode)': "prefill and decode do not run in servers of their own",
     r"(vllm:(num_incoming_requests|current_qps|healthy_pods)|router_)": "production-stack's router counts it",
@@ -55,6 +53,8 @@ NO_DATA = {
 """Part of a query that finds its series and yet no data -> why."""
 KV_METRICS = ("--kv-metrics", "--kv-metrics-sample", "1", "--max-len", "256", "--kv-memory", "2MiB")
 """Options of a server whose KV cache is so small that it evicts blocks all the time."""
+SPECULATION = ("--speculator", "ngram", "--draft-length", "fixed")
+"""Options of a server whose requests verify drafts."""
 DASHBOARD_OPTIONS = (*KV_METRICS, "--peak-bandwidth", "0.02", "--peak-flops", "0.1")
 """Options of a server that has data for every panel."""
 
@@ -130,7 +130,7 @@ def asked(source: dict[str, Any], kind: str, model: str) -> Iterator[str]:
 
 @pytest.mark.timeout(240)
 def test_the_queries_of_vllms_dashboards_and_scalers_find_data_on_two_replicas() -> None:
-    with scraped("vllm", 2, *KV_METRICS) as (model, prometheus):
+    with scraped("vllm", 2, *KV_METRICS, *SPECULATION) as (model, prometheus):
         until(lambda: has_data(prometheus.query("rate(vllm:kv_block_reuse_gap_seconds_count[10s]) > 0")))
         findings = Findings(prometheus)
         for source in QUERIES:

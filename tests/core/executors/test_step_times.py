@@ -91,6 +91,8 @@ def test_a_slow_device_is_measured_with_few_rows() -> None:
     executor = Clocked(plain=5.0, drafts=6.0)
     times = measure(executor)
     assert max(len(step.decodes) for step in executor.steps) == 1
+    assert times.sequences == (0,)
+    assert [len(step.new) for step in executor.steps if step.new] == [1]
     assert times.plain.table(1)[1] == pytest.approx(5.01)
     assert times.drafts.table(4)[4] == pytest.approx(6.4)
 
@@ -115,8 +117,9 @@ def test_a_cache_of_few_blocks_and_several_kinds_limits_the_sequences() -> None:
     executor = Clocked()
     measure(executor, cache=cache_of(9, kinds=kinds))
     assert max(len(step.decodes) for step in executor.steps) <= 3
-    blocks = [block for _, table in executor.steps[0].blocks for block in table]
+    blocks = [block for step in executor.steps for _, table in step.blocks for block in table]
     assert max(blocks) < 9
+    assert len(set(blocks)) == len(blocks)
 
 
 def test_an_executor_that_does_not_verify_drafts_is_named() -> None:

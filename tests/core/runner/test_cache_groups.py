@@ -16,6 +16,7 @@ from engine.core.runner.device_state import DeviceState, GroupState
 from engine.core.runner.piecewise_graphs import PiecewiseGraphs
 from engine.core.types import Request
 from engine.testing.checkpoints import make_checkpoint
+from tests.core.told_speculator import Told
 from tests.reference_tokens import greedy_tokens
 
 from .test_cuda_graphs import FixedAttention, ReplayByRunning
@@ -97,6 +98,19 @@ def test_replays_of_decode_steps_give_the_tokens_of_plain_steps(
     settings = {"executor__graphs": "decode", "scheduler__max_running": 3, "model__max_len": 288}
     with windowed.engine(attention=FixedAttention, **settings) as engine:
         assert tokens_of(engine) == windowed.expected
+
+
+def test_replays_that_verify_drafts_give_the_tokens_of_plain_steps(
+    windowed: Windowed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "GraphCapturer", ReplayByRunning)
+    monkeypatch.setattr(start, "use_graphs", lambda *_: True)
+    settings = {"executor__graphs": "decode", "scheduler__max_running": 12, "model__max_len": 288}
+    Told.tell({tuple(PROMPTS[at]): windowed.expected[at] for at in (0, 3)}, 3)
+    with windowed.engine(attention=FixedAttention, **settings, speculator=Told, speculator__length="fixed") as engine:
+        assert tokens_of(engine) == windowed.expected
+        Told.tell({})
+        assert "verify" in {kind for kind, *_ in engine.stats().graph_replays}
 
 
 def test_a_long_context_holds_all_blocks_in_full_layers_and_a_window_in_others(windowed: Windowed) -> None:

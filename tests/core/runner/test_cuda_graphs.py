@@ -29,6 +29,7 @@ from tests.core.told_speculator import Told
 T = TypeVar("T")
 PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(6)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+TOLD: dict[str, Any] = {"speculator": Told, "speculator__length": "fixed"}
 
 
 class FixedAttention(TorchAttention):
@@ -133,11 +134,17 @@ def test_replays_give_the_tokens_of_plain_steps(
 
 
 @pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize("running", [3, 16], ids=["most are too large", "all fit"])
 def test_drafts_between_replays_give_the_same_tokens(
-    checkpoint: Path, expected: list[tuple[int, ...]], replays: type[ReplayByRunning], overlap: str
+    checkpoint: Path,
+    expected: list[tuple[int, ...]],
+    replays: type[ReplayByRunning],
+    overlap: str,
+    running: int,
 ) -> None:
     half = {tuple(prompt): output[:9] for prompt, output in zip(PROMPTS[::2], expected[::2], strict=True)}
-    with build(checkpoint, attention=FixedAttention, scheduler__overlap=overlap, speculator=Told) as engine:
+    settings = {"scheduler__overlap": overlap, "running": running, "speculator__max_drafts": 4}
+    with build(checkpoint, attention=FixedAttention, **settings, **TOLD) as engine:
         for wrong_every in (0, 3, 1):
             Told.tell(half, wrong_every)
             assert tokens_of(engine) == expected
@@ -145,7 +152,24 @@ def test_drafts_between_replays_give_the_same_tokens(
         stats = engine.stats()
     assert stats.speculation is not None
     assert sum(stats.speculation.accepted) > 0
-    assert stats.graph_replays
+    kinds = {kind for kind, *_ in stats.graph_replays}
+    assert "decode" in kinds
+    assert "verify" in kinds or running == 3
+
+
+@pytest.mark.parametrize(
+    "asked", [{"temperature": 0.8, "top_p": 0.9, "seed": 7}, {"logit_bias": ((3, 2.0),), "logprobs": 1}], ids=str
+)
+def test_each_sampling_path_verifies_drafts_in_replays(
+    checkpoint: Path, replays: type[ReplayByRunning], asked: dict[str, Any]
+) -> None:
+    params = attrs.evolve(GREEDY, **asked)
+    with build(checkpoint, attention=FixedAttention, running=16, speculator__max_drafts=3, **TOLD) as engine:
+        alone = tokens_of(engine, params)
+        Told.tell({tuple(prompt): output for prompt, output in zip(PROMPTS[::2], alone[::2], strict=True)}, 3)
+        assert tokens_of(engine, params) == alone
+        Told.tell({})
+        assert "verify" in {kind for kind, *_ in engine.stats().graph_replays}
 
 
 @pytest.mark.interpreter
@@ -156,13 +180,14 @@ def test_drafts_with_fused_kernels_give_the_same_tokens(
     with build(checkpoint, executor__graphs="off", running=2) as engine:
         [alone] = engine.generate(PROMPTS[:1], drawn)
     Told.tell({tuple(PROMPTS[0]): alone.token_ids}, 3)
-    settings: dict[str, Any] = {"executor__kernels": "fused", "running": 2, "speculator__max_drafts": 2}
-    with build(checkpoint, attention=FixedAttention, **settings, speculator=Told) as engine:
+    settings: dict[str, Any] = {"executor__kernels": "fused", "speculator__max_drafts": 2}
+    with build(checkpoint, attention=FixedAttention, running=3, **settings, **TOLD) as engine:
         assert [completion.token_ids for completion in engine.generate(PROMPTS[:1], drawn)] == [alone.token_ids]
         Told.tell({})
-        stats = engine.stats().speculation
-    assert stats is not None
-    assert sum(stats.accepted) > 0
+        stats = engine.stats()
+    assert stats.speculation is not None
+    assert sum(stats.speculation.accepted) > 0
+    assert "verify" in {kind for kind, *_ in stats.graph_replays}
 
 
 @pytest.mark.interpreter
@@ -378,6 +403,33 @@ def test_greedy_tokens_on_a_gpu(
         scheduler__options={"steps": steps},
     ) as engine:
         assert tokens_of(engine) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize("on", ["on", "decode", "off"])
+@pytest.mark.parametrize("attention", ["triton", "torch"])
+def test_tokens_with_drafts_on_a_gpu(
+    checkpoint: Path, expected: list[tuple[int, ...]], attention: str, on: str, overlap: str
+) -> None:
+    if attention == "torch" and on != "off":
+        pytest.skip("this backend cannot be captured")
+    half = {tuple(prompt): output[:9] for prompt, output in zip(PROMPTS[::2], expected[::2], strict=True)}
+    drawn = attrs.evolve(GREEDY, temperature=0.7, top_p=0.9, seed=3)
+    settings = {"executor__device": "cuda", "executor__graphs": on, "attention__name": attention}
+    with build(checkpoint, **settings, scheduler__overlap=overlap, **TOLD) as engine:
+        for wrong_every in (0, 3, 1):
+            Told.tell(half, wrong_every)
+            assert tokens_of(engine) == expected
+        Told.tell({})
+        alone = tokens_of(engine, drawn)
+        Told.tell({tuple(prompt): output for prompt, output in zip(PROMPTS, alone, strict=True)}, 3)
+        assert tokens_of(engine, drawn) == alone
+        Told.tell({})
+        stats = engine.stats()
+    assert stats.speculation is not None
+    assert sum(stats.speculation.accepted) > 0
+    assert stats.kernels_compiled == 0
 
 
 @pytest.fixture(scope="module")

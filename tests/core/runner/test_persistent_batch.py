@@ -58,6 +58,19 @@ def test_a_row_is_reset_when_reused(persistent_batch: PersistentBatch) -> None:
         persistent_batch.computed[row] = 7
 
 
+def test_draft_rows_have_the_blocks_of_their_sequence_and_tokens_of_their_own() -> None:
+    batch = PersistentBatch(
+        max_running=2, max_len=16, block_size=4, scratch_block=99, device=torch.device("cpu"), draft_rows=3
+    )
+    batch.update(step(new=(new(5), new(6)), blocks=((5, (7, 8)), (6, (1,)))))
+    send(batch)
+    assert (batch.padding_row, list(batch.draft_rows)) == (2, [3, 4, 5])
+    sources = torch.from_numpy(batch.rows((6, 5, 5)))
+    batch.copy_rows(torch.tensor([3, 4, 5]), sources, torch.tensor([20, 21, 22]))
+    assert batch.tables[3:, :2].tolist() == [[1, 99], [7, 8], [7, 8]]
+    assert batch.last_tokens.tolist() == [0, 0, 0, 20, 21, 22]
+
+
 def test_blocks_take_the_places_of_those_that_rejected_drafts_gave_back(persistent_batch: PersistentBatch) -> None:
     persistent_batch.update(step(new=(new(5),), blocks=((5, (7, 8, 9)),)))
     persistent_batch.update(step(blocks=((5, (-1,)),)))

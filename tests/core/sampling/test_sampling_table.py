@@ -37,6 +37,18 @@ def test_write_leaves_other_rows() -> None:
     assert table.num_outputs[:2].tolist() == [1, 0]
 
 
+def test_draft_rows_have_the_parameters_of_their_sequence_and_later_positions() -> None:
+    table = SamplingTable(2, CPU, draft_rows=3)
+    table.write([0, 1], [SamplingParams(seed=1, top_p=0.5), SamplingParams(seed=2, temperature=0)], [4, 9])
+    table.copy_rows(torch.tensor([3, 4, 5]), torch.tensor([1, 0, 0]), torch.tensor([0, 0, 1]))
+    assert table.num_outputs.tolist() == [4, 9, 0, 9, 4, 5]
+    assert table.keys[3:].tolist() == table.keys[[1, 0, 0]].tolist()
+    assert table.top_p[3:].tolist() == [1.0, 0.5, 0.5]
+    assert table.temperature[3:].tolist() == [0.0, 1.0, 1.0]
+    table.copy_rows(torch.tensor([3]), torch.tensor([0]), torch.tensor([2]))
+    assert table.num_outputs[3] == 6
+
+
 def test_padding_row_is_greedy_and_may_be_repeated() -> None:
     table = SamplingTable(2, CPU)
     assert table.padding_row == 2

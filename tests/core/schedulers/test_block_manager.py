@@ -3,13 +3,16 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import attrs
 import pytest
 
 from engine.core.attention.base import AttentionSpec
 from engine.core.attention.kv_pool import KVPool
 from engine.core.quant.float8 import UNSCALED, KVScales
 from engine.core.schedulers.block_manager import BlockManager
+from engine.core.schedulers.grouped_block_manager import GroupedBlockManager
 from engine.core.schedulers.hash_chain import HashChain
+from engine.core.types import FULL, BlockKind
 
 BLOCK_SIZE = 4
 
@@ -61,6 +64,42 @@ def test_extend_adds_blocks_only_across_a_block_boundary_and_all_or_nothing() ->
     assert manager.extend(1, 13) is None
     assert manager.table(1) == (*table, *added)
     assert manager.extend(1, 2) == []
+    manager.check()
+
+
+def test_blocks_that_shrink_frees_are_replaced_at_their_index() -> None:
+    manager = make_manager()
+    manager.allocate(1, 9)
+    manager.extend(1, 17)
+    table = manager.table(1)
+    manager.updates.clear()
+    manager.shrink(1, 12)
+    assert manager.table(1) == table[:3]
+    assert manager.num_used == 3
+    added = manager.extend(1, 13)
+    assert added is not None
+    assert manager.updates == {1: [-3, *added]}
+    manager.updates.clear()
+    manager.shrink(1, 13)
+    assert manager.updates == {}
+    manager.check()
+
+
+def test_shrink_frees_the_last_blocks_of_every_kind_and_keeps_the_window() -> None:
+    kinds = (attrs.evolve(FULL, groups=2), BlockKind(name="window", window=6))
+    manager = GroupedBlockManager(40, BLOCK_SIZE, kinds, max_chunk=16)
+    manager.allocate(1, 9)
+    manager.extend(1, 30, 17)  # 17 tokens are computed; drafts may follow
+    before = manager.tables(1)
+    manager.updates.clear()
+    manager.shrink(1, 18)
+    (_, full), (first, window) = manager.tables(1)
+    assert first == (17 + 1 - 6) // BLOCK_SIZE
+    assert (full, window) == (before[0][1][:10], before[1][1][: 5 - first])
+    assert manager.updates == {2: [-5], 3: [-5]}
+    added = manager.extend(1, 21)
+    assert added is not None
+    assert manager.updates == {2: [-5, *added[:2]], 3: [-5, *added[2:]]}
     manager.check()
 
 

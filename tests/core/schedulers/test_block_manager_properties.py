@@ -101,6 +101,23 @@ class BlockManagerMachine(RuleBasedStateMachine):
                     self.written.pop((block, offset), None)
 
     @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), count=st.integers(1, 9))
+    def draft(self, data: st.DataObject, count: int) -> None:
+        """Give a sequence blocks for drafts, and take them back."""
+        number = data.draw(st.sampled_from(sorted(self.sequences)))
+        before, length = self.manager.table(number), len(self.sequences[number].tokens)
+        self.manager.updates.clear()
+        added = self.manager.extend(number, length + count)
+        for block in added or ():
+            self.taken[block] = -1 if self.began[number] < self.resets else self.resets
+            for offset in range(BLOCK_SIZE):
+                self.written.pop((block, offset), None)
+        self.manager.updates.clear()
+        self.manager.shrink(number, length)
+        assert self.manager.table(number) == before[: self.manager.blocks_for(length)]
+        assert self.manager.updates == ({number: [-len(before)]} if added else {})
+
+    @precondition(lambda self: self.sequences)
     @rule(data=st.data(), count=st.integers(1, 6), undo=st.booleans())
     def compute(self, data: st.DataObject, count: int, undo: bool) -> None:
         """Compute a chunk of what a sequence began with, or one more of its tokens."""

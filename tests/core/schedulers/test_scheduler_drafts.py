@@ -15,7 +15,7 @@ from engine.core.schedulers.scheduler import Scheduler
 from engine.core.speculators import CheckedSpeculator, SpeculatedSequence, Speculator, SpeculatorSpec
 from engine.core.types import NO_TOKEN, Output, Step, StepResult, TokenLogprobs
 
-from .scheduling import BLOCK_SIZE, EOS, Policy, finish, plan, policy, request, turn
+from .scheduling import BLOCK_SIZE, EOS, Policy, finish, plan, policy, request, turn, views
 
 
 class Scripted(Speculator):
@@ -90,6 +90,8 @@ def test_drafts_follow_the_last_token_and_accepted_ones_are_output() -> None:
     [output] = verify(scheduler, step, (100, 101, 50))
     assert output.tokens == (100, 101, 50)
     assert speculator.told == [("a", 3, 2)]
+    [view] = views(scheduler)
+    assert (view.computed_tokens, view.output_tokens) == (6, 4)
     step = plan(scheduler)
     assert drafts(step) == [(1, 6, (50, 100, 101, 102))]
     assert not step.positions

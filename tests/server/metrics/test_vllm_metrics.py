@@ -3,11 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 from engine.core.profiling import StepWork
-from engine.core.types import EngineStats
+from engine.core.types import EngineStats, HistogramCounts
 from engine.server.metrics.reports import EngineReport
 from engine.server.metrics.vllm_metrics import VLLM_METRICS
 
-ESTIMATES = [metric for metric in VLLM_METRICS if metric.vllm is not None and metric.vllm.name.startswith("estimated_")]
 DECODE = StepWork(kind="decode", steps=3, flops=7e9, weight_bytes=100.0, kv_read=20.0, kv_written=3.0)
 PREFILL = StepWork(kind="prefill", steps=1, flops=1e9, weight_bytes=50.0, kv_read=0.0, kv_written=9.0)
 
@@ -19,18 +18,36 @@ class Report:
         self.engine = EngineReport(up=True, stats=stats)
 
 
-def estimates(stats: EngineStats) -> dict[str, Any]:
+def samples(stats: EngineStats, beginning: str) -> dict[tuple[str, ...], Any]:
+    """(name, labels) of the metrics whose names begin so -> value."""
     report: Any = Report(stats)
-    return {metric.vllm.name: value for metric in ESTIMATES if metric.vllm for _, value in metric.read(report)}
+    chosen = [metric for metric in VLLM_METRICS if metric.vllm and metric.vllm.name.startswith(beginning)]
+    return {
+        (metric.vllm.name, *labels): value for metric in chosen if metric.vllm for labels, value in metric.read(report)
+    }
 
 
 def test_vllms_estimates_are_the_work_of_the_steps_of_all_kinds() -> None:
-    assert estimates(EngineStats(work=(DECODE, PREFILL))) == {
-        "estimated_flops_per_gpu": 8e9,
-        "estimated_read_bytes_per_gpu": 170.0,
-        "estimated_write_bytes_per_gpu": 12.0,
+    assert samples(EngineStats(work=(DECODE, PREFILL)), "estimated_") == {
+        ("estimated_flops_per_gpu",): 8e9,
+        ("estimated_read_bytes_per_gpu",): 170.0,
+        ("estimated_write_bytes_per_gpu",): 12.0,
     }
 
 
 def test_vllms_estimates_are_absent_when_work_is_not_counted() -> None:
-    assert estimates(EngineStats()) == {}
+    assert samples(EngineStats(), "estimated_") == {}
+
+
+def test_vllms_modes_of_cuda_graphs_are_full_for_decode_and_piecewise_for_prefill() -> None:
+    replays = (("decode", 8, 5, 10), ("decode", 16, 1, 2), ("prefill", 64, 3, 9))
+    assert samples(EngineStats(graph_replays=replays, graph_misses=4), "cudagraph_") == {
+        ("cudagraph_iterations", "FULL"): 6,
+        ("cudagraph_iterations", "PIECEWISE"): 3,
+        ("cudagraph_iterations", "NONE"): 4,
+    }
+
+
+def test_all_iterations_are_without_cuda_graphs_where_there_are_none() -> None:
+    stats = EngineStats(step_tokens=HistogramCounts((2, 5), 40.0))
+    assert samples(stats, "cudagraph_")["cudagraph_iterations", "NONE"] == 7
