@@ -1,13 +1,13 @@
-"""Decode steps of a model whose outputs must match a JSON schema: none, half and all of the rows.
+"""Measures decode steps of a model in which none, half and all of the rows must match a JSON schema.
 
     python benchmarks/constrained_decoding.py [--model llama-3.1-8b] [--batches 1,64,256] [--temperatures 0,1]
         [--quant fp8] [--json benchmarks/results/h200-constrained-decoding.json]
 
 Random weights, and a vocabulary of random words, of which one in a hundred has a quotation mark, as in those of models.
-Every second constrained row writes texts, the others numbers and words of a list; both for longer than is measured.
-"idle" is the time of a step in which no kernel runs;
-"CPU" that of all threads of the engine's process, per step. "compile" is the time until a grammar is ready, of the
-first one (which reads the tokenizer), of others, and of one that was compiled before.
+Every second constrained row writes texts, the others numbers and words of a list; all for longer than is measured.
+"idle" is the time of a step in which no kernel runs; "CPU" is the CPU time of the engine's process per step. "compile"
+is the time until a grammar is ready: of the first one, which reads the tokenizer, of others, and of one that was
+compiled before.
 """
 
 from __future__ import annotations

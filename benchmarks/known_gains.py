@@ -1,12 +1,12 @@
-"""What each of the gains that studies of LLM engines report is worth here: every one on and off, in one run.
+"""Measures what each gain that studies of LLM engines report is worth here: each on and off, in one run.
 
     python benchmarks/known_gains.py [--model llama-3.1-8b | demo] [--only NAME,...] [--set KEY=VALUE ...]
         [--repeat 3] [--json benchmarks/results/h200-known-gains.json]
 
-"On" is the engine as shipped, unless the name of the gain says otherwise; "off" changes a setting, or replaces one
-function by the plain way of doing the same (`known_gains_off.py`). Each way of running has a process of its own, and
-runs once per round though several gains may share it; the median of the rounds counts. What a machine refuses is noted
-under "refused" with the sentence.
+"On" is the engine with its defaults, but without prefix cache, unless the name of the gain says otherwise; "off"
+changes a setting, or replaces one function by a plain way of doing the same (`known_gains_off.py`). Each case has a
+process of its own, and runs once per round, even if several gains share it; the median of the rounds counts. A case
+that the engine refuses is listed under "refused", with the sentence.
 
 Loads: decode (many requests of 128 tokens in and 128 out), text (the same from text to text, in one process), prefix
 (requests that share a long prompt), arrivals (long prompts that arrive while others decode).
@@ -66,7 +66,7 @@ SIZES = {"full": FULL, "cpu": CPU, "small": SMALL}
 
 @frozen(kw_only=True)
 class Case:
-    """One way of running: settings, decode steps issued together, and what is replaced."""
+    """One way of running the engine: settings, decode steps per submission, and what is replaced."""
 
     load: str = "decode"
     settings: dict[str, Any] = Factory(dict)

@@ -29,7 +29,7 @@ Event = dict[str, Any]
 
 
 def rows_of(events: list[Event]) -> dict[tuple[int, int], str]:
-    """(pid, tid) -> label, of the rows to draw: all but operators and the profiler's own, in the order of the file."""
+    """(pid, tid) -> label, of the rows to draw: steps, phases, event loops and streams, in the order of the file."""
     names: dict[tuple[int, int, str], Any] = {
         (one["pid"], one["tid"], one["name"]): one["args"] for one in events if one["ph"] == "M"
     }

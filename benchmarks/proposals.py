@@ -4,13 +4,13 @@
 
 Three loads, with the tokenizer of the demo model:
 
-- edits: commits of this repository that change a Python file; prompt: the file before, output: after. "prediction"
-  is the file before as a predicted output, without any speculator.
-- calls: lists of tool calls with random arguments, as JSON; the prompt says nothing of them.
-- files: test files of this repository; prompt: the first 60 tokens.
+- edits: commits of this repository that change a Python file. Prompt: the file before; output: the file after.
+  "prediction": the file before as a predicted output, without a speculator.
+- calls: lists of tool calls with random arguments, as JSON. Prompt: random letters; output: the list.
+- files: test files of this repository. Prompt: the first 60 tokens; output: the rest.
 
-"tokens per step": what a model that writes the output gains per step, 1 without drafts and drafts + 1 at most.
-"acceptance": the share of the proposed tokens that are right. "us": the median time of a proposal.
+"tokens per step": tokens of the output per step, 1 without drafts and at most drafts + 1. "acceptance": the share of
+the proposed tokens that are accepted. "us": the median time of a proposal.
 """
 
 from __future__ import annotations

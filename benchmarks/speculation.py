@@ -3,8 +3,8 @@
     python benchmarks/speculation.py [--model DIR] [--batch 1,8,32,64] [--drafts 1,3,5,7] [--acceptance 0,0.5,0.7,0.9]
         [--length fixed,auto] [--tokens 128] [--repeat 3] [--speculator NAME] [--set KEY=VALUE] [--json FILE]
 
-Without --speculator it is scripted: it knows what the model generated without drafts, and each of its tokens is right
-with the given probability. So weights may be random (--set model.load_format=dummy). `ideal` is the gain if a step with
+Without --speculator, a scripted speculator proposes what the model generated without drafts, each token right with the
+given probability. So weights may be random (--set model.load_format=dummy). `ideal` is the gain if a step with
 drafts took as long as one without: the mean number of accepted drafts + 1. `equal` is the share of requests with the
 tokens of plain decoding: 1 in float32; in shorter types logits may differ in the last bit with the number of rows.
 

@@ -1,4 +1,4 @@
-"""The engine: one model behind a scheduler, an executor and the loop of steps that joins the two."""
+"""The engine: one model behind a scheduler, an executor and the step loop that joins the two."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class Engine:
         return times
 
     def _start_scheduling(self, speculator: CheckedSpeculator | None, times: StepTimes | None) -> None:
-        """Build the scheduler over the executor's KV cache, and the loop of steps."""
+        """Build the scheduler over the executor's KV cache, and the step loop."""
         lengths = None
         if speculator is not None and times is not None:
             lengths = DraftLengths(times.drafts, speculator.spec.max_drafts, plain=times.plain)

@@ -1,4 +1,4 @@
-"""The loop of steps: plans a step, submits it to the executor, and commits the result of the oldest step in flight."""
+"""The step loop: plans a step, submits it to the executor, and commits the result of the oldest step in flight."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from engine.core.timeline.recorder import Recorder
 
 STEP_PHASES = ("schedule", "submit", "wait", "commit")
-"""What a step is timed by in the engine; the runner adds phases of its own (StepResult.seconds)."""
+"""Phases of a step that the engine times; the runner adds its own (StepResult.seconds)."""
 
 
 class StepLoop:
     """Joins one scheduler and one executor.
 
     steps_ahead: steps in flight while the next is planned: 1 to overlap planning with the device's work, else 0.
-    owner: the executor, as errors name it. grammars: compiles those of requests. meter: counts what steps compute;
-    None: nothing does. draft_lengths: corrected by how long steps take; None: there are none.
+    owner: name of the executor in errors. grammars: compiles the grammars of requests. meter: counts what steps
+    compute; None: nothing counts. draft_lengths: corrected by the times of steps; None: there are none.
     """
 
     def __init__(
@@ -54,22 +54,22 @@ class StepLoop:
         self._meter = meter
         self._in_flight: deque[tuple[Step, PendingResult]] = deque()
         self._outputs: list[Output] = []
-        """Committed, but not returned yet."""
+        """Outputs that are committed but not returned yet."""
         self._speculates = scheduler.speculates
         self._timing = None if draft_lengths is None else StepTiming(draft_lengths, overlaps=steps_ahead > 0)
         self._kernels_compiled = self._graphs_captured = 0
         self._graph_uses = GraphUses()
         self._worker_pauses: tuple[tuple[str, tuple[HistogramCounts, ...]], ...] = ()
         self.timers = defaultdict(PhaseTimer, {phase: PhaseTimer() for phase in STEP_PHASES})
-        """By phase, those of STEP_PHASES and of the runner."""
+        """By phase: those of STEP_PHASES and of the runner."""
         self.recorder: Recorder | None = None
-        """Set while steps are to be reported to it."""
+        """Records each submitted step; None: no trace is recorded."""
         self.failure = ""
         """Why no step can run any more; empty while steps can."""
 
     @property
     def has_steps(self) -> bool:
-        """Whether a step is in flight, or its tokens are not returned yet."""
+        """Whether a step is in flight, or committed outputs are not returned yet."""
         return bool(self._in_flight or self._outputs)
 
     def step(self) -> list[Output]:
@@ -130,7 +130,7 @@ class StepLoop:
             raise
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """Raise what an executor raised, naming a plugin at fault; no further step can run."""
+        """Raise an executor's error, naming the plugin at fault; no further step can run."""
         try:
             name_fault(error, self._submission)
             raise error
@@ -139,12 +139,12 @@ class StepLoop:
             raise
 
     def _note_failure(self, error: BaseException) -> None:
-        """Note why no further step can run: the step's tokens are lost, whatever was raised."""
+        """Set `failure`: the tokens of the step are lost, so no further step can run."""
         message = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
         self.failure = message or type(error).__name__
 
     def _count(self, step: Step, result: StepResult) -> None:
-        """Add up what a result says of how its step ran."""
+        """Add a result's times and counts to the totals."""
         for phase, seconds in result.seconds:
             self.timers[phase].seconds += seconds
         self._kernels_compiled += result.kernels_compiled
@@ -155,14 +155,14 @@ class StepLoop:
             self._worker_pauses = (("worker", result.gc_pauses),)
 
     def forget(self) -> None:
-        """Give up the steps in flight, whose results no one will commit."""
+        """Drop the steps in flight without committing them."""
         self._in_flight.clear()
         if self._timing is not None:
             self._timing.forget()
         self._outputs.clear()
 
     def add_stats(self, stats: EngineStats) -> EngineStats:
-        """The scheduler's counters with those of the loop."""
+        """Add the counters of the loop to those of the scheduler."""
         return attrs.evolve(
             stats,
             seconds=tuple((phase, timer.seconds) for phase, timer in self.timers.items()),

@@ -54,7 +54,7 @@ class SpeculatorConformance:
                 tokens += self.text(pick, pick.choice((0, 1, 1, 2, 5)))
             speculator.finished(sequence.request_id)
 
-    def test_requests_that_run_at_once_are_told_apart(self) -> None:
+    def test_requests_that_run_together_are_kept_apart(self) -> None:
         """Proposals for a request are the same whether others run at the time or not."""
         pick = random.Random(7)
         texts = [self.text(pick, 200) for _ in range(3)]

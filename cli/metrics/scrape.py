@@ -1,4 +1,4 @@
-"""What /metrics of a server answers, and the difference of two answers."""
+"""Reads /metrics of a server, and computes the growth between two scrapes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from engine.core.errors import ConfigError
 Labels = tuple[tuple[str, str], ...]
 
 START_TOLERANCE = 1.0
-"""Seconds by which the start time of one process differs between scrapes: a system adjusts its own start time with its
-clock."""
+"""Maximum seconds by which the start time of one process differs between scrapes: it moves when the system's clock is
+adjusted."""
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? +(\S+)(?: +-?\d+)?")
 _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)",?')
 _ESCAPED = re.compile(r"\\(.)")
@@ -79,9 +79,9 @@ def scrape(host: str, port: int, api_key: str, processes: list[Process]) -> Scra
 class Interval:
     """What a server did between two scrapes.
 
-    Any front end answers for all; each has the numbers that engine processes last sent, so another front end may
-    answer with slightly smaller ones. A counter that has become smaller therefore counts as not grown, unless its
-    process has been restarted, as engine_restarts_total and process_start_time_seconds say: then it began at 0.
+    Any front end answers for all, with the numbers that the engine processes sent last, so another front end may answer
+    with slightly smaller ones. A counter that has become smaller therefore counts as not grown, unless its process was
+    restarted, as engine_restarts_total and process_start_time_seconds show: then it began at 0.
     """
 
     before: Scrape

@@ -25,10 +25,10 @@ class Profiled:
     title: str
     ranks: tuple[RankLayers, ...]
     step_us: float | None
-    """us per step by the engine's clock, without the profiler; of a server, in all steps since the profile began. None:
-    not known."""
+    """us per step by the engine's clock, without the profiler; of a server, the mean of all steps since the profile
+    began. None: unknown."""
     profiled_us: float | None
-    """us per step by the engine's clock, under the profiler; None: not known."""
+    """us per step by the engine's clock, under the profiler; None: unknown, as for a server."""
 
 
 Column = tuple[str, Callable[[Any], str]]
@@ -135,7 +135,7 @@ def _cells(line: Any) -> dict[str, Any]:
 
 
 def write_csv(path: Path, profiled: Sequence[Profiled], tables: Sequence[LayerTable]) -> None:
-    """Write the lines of all tables as one."""
+    """Write the lines of all tables into one file."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, ("steps", "rank", *FIELDS, *DERIVED))
         writer.writeheader()

@@ -28,8 +28,8 @@ SKIP = 2
 SLACK = 8
 """Spare steps, so that no sequence finishes."""
 MAX_ITERATIONS = 16
-"""Tokens per sequence and step that sequences have room for, as far as contexts do: schedulers may run several
-iterations per step."""
+"""Tokens per step that each sequence has room for, if its context does: schedulers may run several iterations per
+step."""
 
 
 @configured(without=OFFLINE)
@@ -44,9 +44,7 @@ def layers(
     replica: Annotated[int, typer.Option(help="With --url: the replica to profile.", min=0)] = 0,
     seconds: Annotated[float, typer.Option(help="With --url: seconds to wait for the steps.", min=0.1)] = 10.0,
     batch: Annotated[int, typer.Option(help="Without --url: sequences that decode.", min=1)] = 64,
-    context: Annotated[
-        int, typer.Option(help="Without --url: prompt tokens of each, which decoding adds to.", min=1)
-    ] = 512,
+    context: Annotated[int, typer.Option(help="Without --url: prompt tokens of each sequence.", min=1)] = 512,
     steps: Annotated[int, typer.Option(help="Steps to profile.", min=1)] = 20,
     prefill: Annotated[
         int, typer.Option(help="Without --url: profile steps of prompts of this many tokens, too; 0: none.", min=0)
@@ -67,7 +65,7 @@ def layers(
     output: Json = None,
     resolved: Resolved,
 ) -> None:
-    """Time, bytes and FLOPs of every layer in the steps of a server or of a load, next to what the device could."""
+    """Time, bytes and FLOPs of every layer in the steps of a server or of a load, next to the limits of the device."""
     if by not in ("auto", "module", "kind"):
         raise ConfigError(f"--by {by!r} is none of auto, module and kind")
     from engine.core.profiling import find_peaks, make_layer_table
@@ -99,7 +97,7 @@ def layers(
 
 
 def profile_server(url: str, key: str, replica: int, steps: int, seconds: float) -> tuple[Profiled, Peaks | None]:
-    """Profile steps of a running server; return also the peaks of its device. Raises ServerError."""
+    """Profile steps of a running server; return the peaks of its device too. Raises ServerError."""
     import msgspec
 
     from engine.core.profiling import Peaks, RankLayers
@@ -122,7 +120,7 @@ def profile_server(url: str, key: str, replica: int, steps: int, seconds: float)
 
 
 def _kinds(rank: RankLayers) -> str:
-    """The sizes of the steps."""
+    """The range of the steps' sizes, as text."""
     decodes, tokens = rank.decodes, rank.prefill_tokens
     return f"{decodes[0]} to {decodes[-1]} decodes and {tokens[0]} to {tokens[-1]} prefill tokens per step"
 
@@ -218,5 +216,7 @@ def _profiled(engine: Engine, title: str, steps: int) -> Profiled:
 def _step(engine: Engine) -> None:
     """Run a step. Raises ConfigError if there is nothing left to compute."""
     if not engine.has_work:
-        raise ConfigError("the load ended before all steps were profiled: more tokens per step; give fewer --steps")
+        raise ConfigError(
+            "the load ended before all steps were profiled, as each made more tokens than expected; give fewer --steps"
+        )
     engine.step()

@@ -32,7 +32,7 @@ RESTARTED = (
 def top(
     url: Annotated[str, typer.Argument(help="Address of the server.")] = "http://127.0.0.1:8000",
     *,
-    interval: Annotated[float, typer.Option(help="Seconds between two looks at the server.", min=0.5)] = 2.0,
+    interval: Annotated[float, typer.Option(help="Seconds between two scrapes of the server.", min=0.5)] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one interval as text, and end.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object per interval; one of them with --once.")
@@ -66,7 +66,7 @@ def top(
 
 
 class Screen(Protocol):
-    """What shows the lines: a Terminal, or a stand-in of the tests."""
+    """What the lines are shown on: a Terminal, or a stand-in in tests."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -76,11 +76,11 @@ class Screen(Protocol):
         """Show these lines and nothing else."""
 
     def wait(self, until: float) -> str:
-        """Wait until a moment of time.monotonic(), a key, which is returned, or a change of the size."""
+        """Wait until a moment of time.monotonic(), a key press or a change of the size; return the key, if any."""
 
 
 class Watch:
-    """What is known of a server: its latest scrape, and the figures since the one before."""
+    """What is known of a server: its latest scrape, and the figures since the scrape before."""
 
     def __init__(self, server: WatchedServer, interval: float) -> None:
         """interval: seconds between two scrapes."""
@@ -109,7 +109,7 @@ class Watch:
             self.figures = figures(between)
 
     def look_again(self) -> None:
-        """Scrape the server; if it does not answer, `problem` says so. Raises ConfigError."""
+        """Scrape the server; if it does not answer, set `problem`. Raises ConfigError."""
         try:
             self.look()
         except ServerError as error:
@@ -129,7 +129,7 @@ class Watch:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The figures, or why there are none, as JSON has them."""
+        """The figures as plain data, or the error why there are none."""
         found: dict[str, Any] = {"time": time.time(), "url": self.server.url}
         if self.problem or self.figures is None:
             return found | {"error": self.problem or self.notice}
@@ -138,7 +138,7 @@ class Watch:
 
 
 def print_once(watch: Watch, *, as_json: bool) -> None:
-    """Print one interval. Raises ServerError if the server goes away in it."""
+    """Print one interval. Raises ServerError if the server goes away or is restarted meanwhile."""
     time.sleep(watch.interval)
     watch.look()
     if watch.figures is None:

@@ -118,7 +118,7 @@ def _floor(interval: Interval, labels: Mapping[str, str]) -> float | None:
 
 
 def _rooflines(interval: Interval) -> list[Roofline]:
-    """The kinds of which there were steps, and all together."""
+    """The rooflines of the kinds of which there were steps, and of all steps."""
     kinds = [kind for kind, steps in interval.by("engine_steps_by_kind_total", "kind").items() if steps]
     found = [_roofline(interval, kind, {"kind": kind}) for kind in kinds]
     return [*found, _roofline(interval, ALL, {})] if found else []
@@ -134,7 +134,7 @@ def _roofline(interval: Interval, kind: str, labels: Mapping[str, str]) -> Roofl
     floor = _floor(interval, labels)
 
     def share(counter: str, peak: str) -> float | None:
-        """The counter's growth as a share of what the devices' peaks allow in that time."""
+        """The growth of a counter as a share of what the devices' peaks allow in the time."""
         possible = [
             seconds * value for replica, seconds in divisor.items() for value in after.values(peak, replica=replica)
         ]
@@ -174,7 +174,7 @@ def _processes(interval: Interval) -> list[ProcessFigures]:
 
 
 def _collections(interval: Interval) -> list[Collections]:
-    """The kinds of processes that report their collections."""
+    """The garbage collections of each kind of process that reports them."""
     front_end, engine = "engine_front_end_gc_seconds", "engine_gc_seconds"
     sources: list[tuple[str, str, dict[str, str]]] = []
     if interval.after.of_name(f"{front_end}_count"):

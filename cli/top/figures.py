@@ -1,4 +1,4 @@
-"""What `engine top` says of a server in an interval: plain data, in seconds and bytes."""
+"""The figures that `engine top` shows of an interval: plain data, in seconds and bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALL = "all"
 
 @frozen(kw_only=True)
 class Latency:
-    """Times that ended in the interval."""
+    """Quantiles of the times that ended in the interval, seconds."""
 
     count: int
     p50: float
@@ -31,12 +31,12 @@ class Cache:
     """Blocks without a user, kept for prefixes that may come again."""
     free: int
     hit_rate: float | None
-    """Of the prompt tokens looked up in the interval; None if there were none."""
+    """Share of the prompt tokens looked up in the interval that was found; None if none were looked up."""
     evictions: float | None
     """Blocks evicted per second, estimated from the sampled ones; None if that is not measured."""
     unused: Mapping[str, float]
-    """Reason -> share of the room for tokens that is taken and of no use, the largest of the replicas; empty if that
-    is not measured."""
+    """Reason -> share of the token slots that is taken but unused, the largest of the replicas; empty if that is not
+    measured."""
 
     @property
     def total(self) -> int:
@@ -51,15 +51,15 @@ class Load:
     replica: str | None
     """None: all."""
     up: bool
-    """Whether the engine process accepts requests; of all: whether any does."""
+    """Whether the engine process accepts requests; of all replicas: whether any process does."""
     running: int
     waiting: int
     deferred: int
-    """Of those waiting: until a grammar is compiled."""
+    """The waiting requests whose grammar is not compiled yet."""
     finished: Mapping[str, float]
     """Finish reason -> requests per second."""
     prompt_tokens: float
-    """Computed per second, and again after a preemption."""
+    """Prompt tokens computed per second; those computed again after a preemption count again."""
     cached_tokens: float
     """Prompt tokens found in the prefix cache, per second, of requests that got their first token."""
     generated_tokens: float
@@ -67,8 +67,9 @@ class Load:
     preemptions: float
     """Per second."""
     first_token: Latency | None
-    """None if no request got its first token."""
+    """Time to first token; None if no request got its first token."""
     between_tokens: Latency | None
+    """None if no request got another token."""
     cache: Cache
     steps: float
     """Per second."""
@@ -86,13 +87,13 @@ class Roofline:
     steps: float
     """Per second."""
     step_seconds: float
-    """Mean of a step."""
+    """Mean duration of a step."""
     floor_seconds: float | None
     """Mean of the least time of a step at the device's peaks; None if these are unknown."""
     floor_share: float | None
     """Share of a step's time that the device needs at its peaks."""
     bytes_per_second: float
-    """Of one kind: per second of its steps. Of ALL: per second of the interval and replica. Likewise what follows."""
+    """Of one kind: per second of its steps. Of ALL: per second of the interval and replica. So too the fields below."""
     flops_per_second: float
     bandwidth_share: float | None
     """Of the peak; None if that is unknown."""
@@ -106,7 +107,7 @@ class ProcessFigures:
     role: str
     """supervisor, front_end, engine, or worker, which is a rank."""
     number: str
-    """Of a front end its own, of an engine that of its replica, of a worker those of replica and rank: 0.1."""
+    """Number of a front end; of an engine, that of its replica; of a worker, those of replica and rank, as 0.1."""
     cores: float | None
     """CPU seconds per second; None for a process that is new."""
     resident_bytes: int
@@ -125,7 +126,7 @@ class Collections:
     mean_pause: float
     """0 if there were no collections."""
     share: float
-    """Of the interval, the sum over the processes."""
+    """Share of the interval spent in pauses, summed over the processes."""
 
 
 @frozen(kw_only=True)
@@ -138,7 +139,7 @@ class Figures:
     total: Load
     replicas: Sequence[Load]
     declined: float
-    """Requests declined for the time being, per second."""
+    """Requests declined by admission control, per second."""
     connections: int
     phases: Sequence[PhaseShare]
     """Of a step, all replicas together; seconds and shares are of the interval."""

@@ -1,4 +1,4 @@
-"""The lines of `engine top`: what fits into a width and a height, whole words and numbers only."""
+"""The lines of `engine top`: the parts that fit into a width and a height, each part whole."""
 
 from __future__ import annotations
 

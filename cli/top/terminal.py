@@ -16,7 +16,7 @@ from engine.cli.top.screen import Line
 ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """Change to the alternate screen without cursor, and back."""
 BEGIN_UPDATE, END_UPDATE = "\x1b[?2026h", "\x1b[?2026l"
-"""Between these, terminals that know them show nothing; others ignore them."""
+"""Terminals that know these codes show the output between them in one go; others ignore them."""
 HOME, END_LINE, END_SCREEN, PLAIN = "\x1b[H", "\x1b[K", "\x1b[J", "\x1b[0m"
 STYLES = {"": "", "title": "\x1b[7m", "heading": "\x1b[1m", "warning": "\x1b[1m"}
 POLL = 0.2
@@ -24,7 +24,7 @@ POLL = 0.2
 
 
 def drawn(lines: Sequence[Line]) -> str:
-    """What is written to the terminal for a screen of these lines: over what is there, cleared line by line."""
+    """The text that draws these lines over what the terminal shows, clearing the rest line by line."""
     text = (f"{END_LINE}\r\n").join(f"{STYLES[line.style]}{line.text}{PLAIN}" for line in lines)
     return f"{BEGIN_UPDATE}{HOME}{text}{END_LINE}{END_SCREEN}{END_UPDATE}"
 
@@ -52,7 +52,7 @@ class Terminal:
         self._output.flush()
 
     def wait(self, until: float) -> str:
-        """Wait until a moment of time.monotonic(), a key, which is returned, or a change of the size."""
+        """Wait until a moment of time.monotonic(), a key press or a change of the size; return the key, if any."""
         size = self.size
         while (left := until - time.monotonic()) > 0 and self.size == size:
             if self._keys is None:
@@ -66,7 +66,7 @@ class Terminal:
 
 @contextmanager
 def full_screen(output: TextIO, typed: TextIO) -> Iterator[Terminal]:
-    """The terminal's alternate screen, until the block ends in whatever way, SIGTERM included.
+    """The terminal's alternate screen, until the block ends in any way, SIGTERM included.
 
     typed: where keys come from; none come if that is no terminal.
     """
@@ -104,7 +104,7 @@ def _keys(typed: TextIO) -> Iterator[int | None]:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM raise SystemExit, so that what is open is closed."""
+    """Make SIGTERM raise SystemExit, so that context managers end."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""Measures at start how long steps take by their rows, with and without drafts, through a started executor."""
+"""Measures at start how long steps take by number of rows, with and without drafts, through a started executor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepTimes:
     plain: StepCosts
     """Of decodes without drafts."""
     drafts: StepCosts
-    """Of steps with drafts: as many rows as tokens and drafts."""
+    """Of steps with drafts: a row per last token and per draft."""
     sequences: tuple[int, ...]
     """Sequences that the executor ran for this, and that the first step of requests must name in `Step.finished`."""
 

@@ -1,4 +1,4 @@
-"""What the host did in each module while steps ran, and where each kernel was launched, from a trace of torch.profiler.
+"""Reads a trace of torch.profiler: the host time of each module in steps, and the module that launched each kernel.
 
 The events are those of the Chrome trace, plain data. Annotations mark steps, calls of modules and collectives (`STEP`,
 `MODULE`, `COLLECTIVE`); a kernel belongs to the innermost module around the call that launched it, which has the
@@ -14,28 +14,28 @@ from typing import Any
 from attrs import define, field, frozen
 
 STEP = "[step] "
-"""Begins the annotation of a step; its number follows."""
+"""Prefix of the annotation of a step, before the step's number."""
 MODULE = "[module] "
-"""Begins the annotation of a call of a module; the module's name follows."""
+"""Prefix of the annotation of a call of a module, before the module's name."""
 PART = "[part] "
-"""Begins the annotation of what belongs to a module without being a call of it; the module's name follows."""
+"""Prefix of the annotation of work that belongs to a module but is no call of it, before the module's name."""
 COLLECTIVE = "[collective]"
 """Annotation of an operation in which all ranks take part."""
 KERNEL = "[kernel]"
-"""Annotation of what may run without an operator of PyTorch: on a CPU, it counts as one."""
+"""Annotation of a call that may compute without operators of PyTorch: on a CPU, the call counts as an operator."""
 TWIN = "[twin] "
-"""Begins the annotation of a captured step that runs kernel by kernel; the key of its graphs follows."""
+"""Prefix of the annotation of a twin, before the key of its CUDA graphs."""
 BREAK = "[break]"
-"""Annotation, within that of a twin, of the end of a graph and the beginning of the next."""
+"""Annotation, within that of a twin, of a graph break: a graph ends, and the next begins."""
 
 BATCH = "(batch)"
 """What a step does outside of all modules: preparing the batch, launching."""
 REPLAY = "(graph replay)"
-"""The calls that replay graphs. What runs in them belongs to modules."""
+"""The calls that replay CUDA graphs. The kernels of a replay belong to modules."""
 ON_DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 LAUNCHES = frozenset(("cuda_runtime", "cuda_driver"))
 COLLECTIVE_NAMES = ("nccl", "all_reduce", "allreduce", "all_gather", "allgather", "gloo:", "c10d::")
-"""Parts of the names of kernels and operators, in lower case, in which ranks wait for each other."""
+"""Parts, in lower case, of the names of kernels and operators in which ranks wait for each other."""
 
 Event = Mapping[str, Any]
 """An event of a Chrome trace: cat, name, ts and dur (us), pid, tid, args."""
@@ -51,26 +51,26 @@ class ModuleTimes:
     """Host time in the module, without that of modules called within."""
     device: float = 0.0
     collective: float = 0.0
-    """Of `device`, in kernels in which ranks wait for each other."""
+    """The part of `device` in kernels in which ranks wait for each other."""
     kernels: int = 0
-    """Kernels and copies that ran; operators without a GPU."""
+    """Number of kernels and copies; without a GPU, of operators."""
 
 
 @frozen
 class Launch:
-    """A call that put work on the device, and where it was made."""
+    """A call that launched work on the device, and the module that made the call."""
 
     module: str
     collective: bool
     step: int | None
-    """None: that of a twin."""
+    """None: the call is part of a twin."""
     replays: bool
-    """Whether it is a replay of a graph."""
+    """Whether the call replays a CUDA graph."""
 
 
 @frozen
 class Ran:
-    """A kernel, a copy or an operator that ran."""
+    """One run of a kernel, a copy or an operator."""
 
     begin: float
     end: float
@@ -91,39 +91,39 @@ class Twin:
 
 @define
 class _Open:
-    """An annotation that has not ended, while the host's events are gone through in order."""
+    """An annotation that has not ended, while the host's events are read in order."""
 
     end: float
     module: str
     collective: bool
     step: int | None
-    """Number of the step that the annotation is in, or is of."""
+    """Number of the step that the annotation marks, or is in."""
     counts: bool
-    """Whether that step is one of those whose times are added up."""
+    """Whether the times of that step are added up."""
     own: float
-    """Its time less that of other modules, and of calls that replay graphs, within."""
+    """Duration less that of other modules' calls and of graph replays within."""
     account: _Open | None = None
-    """The annotation whose `own` has this one's time, where that is not this one: of the same module."""
+    """The annotation around this one, of the same module, whose `own` includes this one's time; None: there is none."""
 
 
 class HostEvents:
-    """What the host's events say: the times of modules, and where each launch was made."""
+    """What the host's events say: the host time of modules, and the module of each launch."""
 
     def __init__(self, first: int, device: str) -> None:
         self._first = self._last = first
         self._takes_operators = device == "cpu"
         self.modules: dict[str, ModuleTimes] = {}
         self.steps: dict[int, float] = {}
-        """Number of a step -> its begin."""
+        """Number of a step -> its start, us."""
         self.launches: dict[int, Launch] = {}
         """By correlation id, in the order in which they were made."""
         self.twins: dict[str, Twin] = {}
         self.operators: list[Ran] = []
-        """Those within steps and not within others, kernels without operators, collectives."""
+        """Without a GPU: the outermost operators in steps, calls annotated with `KERNEL`, and collectives."""
         self._open: list[_Open] = []
         self._twin: Twin | None = None
         self._busy_until = 0.0
-        """End of the operator or collective that began last."""
+        """End of the latest of `operators`."""
 
     def read(self, events: Iterable[Event]) -> list[Event]:
         """Read the host's events of the threads that run steps; return the events of the device."""
@@ -198,14 +198,14 @@ class HostEvents:
         self.launches[correlation] = Launch(top.module, top.collective, top.step, replays)
 
     def _operator(self, event: Event, collective: bool) -> None:
-        """Note an operator, a kernel or a collective that is not within another."""
+        """Record an operator, a kernel or a collective that is not within another."""
         begin, top = event["ts"], self._open[-1]
         if self._takes_operators and top.counts and begin >= self._busy_until:
             self._busy_until = begin + event["dur"]
             self.operators.append(Ran(begin, self._busy_until, event["name"], top.module, collective))
 
     def _close(self, now: float) -> None:
-        """Take the annotations that have ended, and add up the host time of their modules."""
+        """Remove the annotations that have ended, and add their host time to their modules."""
         while self._open and self._open[-1].end <= now:
             done = self._open.pop()
             if done.counts and done.account is None:

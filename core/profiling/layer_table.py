@@ -1,4 +1,4 @@
-"""The table by layer: the modules of an average step, those alike in one line, with the floor of each and its share."""
+"""The table by layer: times, bytes, FLOPs and floors of an average step, a line per module or per kind of module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Line:
     name: str
     kind: str
     modules: int
-    """How many are in this line."""
+    """Number of modules in this line."""
     calls: float
     kernels: float
     cpu_us: float
@@ -63,9 +63,9 @@ class RankTotal:
     rank: int
     step_us: float
     compute_us: float
-    """In which the device ran anything but collectives."""
+    """Time in which the device ran anything but collectives."""
     collective_us: float
-    """In which it ran these: transferring, or waiting for other ranks."""
+    """Time in collectives: transferring, or waiting for other ranks."""
     idle_us: float
 
 
@@ -77,13 +77,13 @@ class LayerTable:
     device: str
     steps: int
     lines: tuple[Line, ...]
-    """Modules in the order of their first calls, what is no module, idle time. Their device times sum to `step_us`."""
+    """Modules in the order of their first calls, lines in parentheses, idle time. The device times sum to `step_us`."""
     step_us: float
     bytes: float
     """Of weights and KV cache."""
     flops: float
     floor_us: float | None
-    """The least time of a step, which is less than the sum of its modules': see cost.py."""
+    """The least time of a step. Less than the sum of the lines' floors: see cost.py."""
     ranks: tuple[RankTotal, ...]
 
     @property
@@ -115,10 +115,10 @@ class LayerTable:
 def make_layer_table(
     ranks: Sequence[RankLayers], peaks: Peaks | None = None, *, by: By | None = None, depth: int | None = None
 ) -> LayerTable:
-    """The table of all ranks' answers.
+    """Build the table from the answers of all ranks.
 
-    by: kind: the numbers of layers become `*`, and modules of one name one line; module: they stay; None: kind if there
-    are more than `MANY_LAYERS` layers. depth: only the first `depth` parts of names count; None: all.
+    by: kind: `*` replaces the numbers of layers, and modules of equal names share a line; module: each has a line;
+    None: kind if there are more than `MANY_LAYERS` layers. depth: number of parts of names that count; None: all.
     """
     totals = tuple(_total(rank) for rank in ranks)
     chosen = max(range(len(ranks)), key=lambda number: totals[number].compute_us)
@@ -170,7 +170,7 @@ def _total(rank: RankLayers) -> RankTotal:
 
 
 def _naming(by: By, depth: int | None) -> Callable[[str], str]:
-    """The line of a module."""
+    """The function from the name of a module to the name of its line."""
 
     def name_of(name: str) -> str:
         if name.startswith("("):
@@ -197,7 +197,7 @@ def _line(
     device: Sequence[float],
     ranks: list[int],
 ) -> Line:
-    """device: us of this line on each rank."""
+    """device: device time of this line on each rank of `ranks`, us."""
     spent = sum(row.device_us for row in rows)
     return Line(
         name=name,

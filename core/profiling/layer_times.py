@@ -1,8 +1,8 @@
-"""Attributes what ran on a device to the modules that launched it, so that their times sum to that of the steps.
+"""Attributes device time to the modules that launched the kernels, so that all times, with idle time, sum to the steps.
 
-A replay of a CUDA graph is one call, whatever it holds. So the step that was captured is run once more kernel by kernel
-(`layer_events.TWIN`), and the kernels of a replay are matched with those of that run by order and name: they are the
-same, or the profile is refused.
+A replay of a CUDA graph is one call, whatever the graph holds. So each captured step is run again kernel by kernel, as
+a *twin* (`layer_events.TWIN`), and the kernels of a replay are matched with those of the twin by order and name. If the
+kernels differ, the profile is refused.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from engine.core.profiling.layer_events import (
 )
 
 COPIES = "(copies in graphs)"
-"""Copies within replays whose order differs from that of the twin."""
+"""Line of the copies in replays whose order differs from that in the twin."""
 OUTSIDE = "(outside of steps)"
-"""What ran on the device without having been launched within a step."""
+"""Line of what ran on the device but was not launched in a step."""
 
 
 @frozen
@@ -36,7 +36,7 @@ class Attribution:
 
     steps: int
     span: float
-    """us from the begin of the first step to the begin of the step after the last."""
+    """us from the start of the first step to the start of the step after the last."""
     modules: Mapping[str, ModuleTimes]
 
     @property
@@ -48,12 +48,12 @@ class Attribution:
 def attribute(
     events: Iterable[Event], *, graphs: Mapping[int, str] = {}, first: int = 0, device: str = "cuda"
 ) -> Attribution:
-    """Attribute the times of all steps from number `first` on, except the last, which only ends the one before.
+    """Attribute the times of all steps from number `first` on, except the last, whose start ends the step before.
 
-    graphs: number of a step -> key of the graphs that it replays, as in its twin's annotation. device: "cpu": operators
-    take the place of kernels, those within others not counted.
+    graphs: number of a step -> key of the CUDA graphs that it replays, as in its twin's annotation. device: "cuda", or
+    "cpu", where the outermost operators take the place of kernels.
 
-    Raises ControlError if fewer than two steps are there, if nothing ran, or if a replay is not what its twin is.
+    Raises ControlError if there are fewer than two steps, if nothing ran, or if a replay differs from its twin.
     """
     host = HostEvents(first, device)
     kernels = host.read(events)
@@ -73,16 +73,16 @@ def attribute(
 
 
 class _DeviceEvents:
-    """What ran on the device, by the calls that launched it."""
+    """The kernels and copies that ran on the device, by the calls that launched them."""
 
     def __init__(self, host: HostEvents, kernels: Iterable[Event]) -> None:
         self._host = host
         self._outside: list[Event] = []
         self._by_launch: dict[int, list[Event]] = {}
         self.begins: dict[int, float] = {}
-        """Number of a step -> begin of the first kernel or copy that it launched."""
+        """Number of a step -> start of the first kernel or copy that it launched, us."""
         self.replays: Counter[int] = Counter()
-        """Number of a step -> graphs that it replayed."""
+        """Number of a step -> number of CUDA graphs that it replayed."""
         for event in sorted(kernels, key=lambda event: event["ts"]):
             correlation = event.get("args", {}).get("correlation")
             launch = host.launches.get(correlation)
@@ -94,7 +94,7 @@ class _DeviceEvents:
                 self.begins.setdefault(launch.step, event["ts"])
 
     def attributed(self, graphs: Mapping[int, str], first: int, last: int) -> list[Ran]:
-        """All of it with its module. graphs, first: as in `attribute`. last: the step that is not counted."""
+        """All kernels and copies with their modules. graphs, first: as in `attribute`; last: the step not counted."""
         if first not in self.begins or last not in self.begins:
             raise ControlError(
                 "the profiler saw no kernel of these steps; is another profiler attached to the device, or does torch"
@@ -123,14 +123,14 @@ class _DeviceEvents:
 
 
 def _add_replays(host: HostEvents, key: str, number: int, replays: int) -> None:
-    """Add the calls of a step's replays, and those of modules in them. key: of the step's graphs; empty: none."""
+    """Count a step's replays, and the calls of modules in them. key: that of the step's graphs; empty: none."""
     if not key:
         return
     twin = host.twins.get(key)
     graphs = 1 if twin is None else len(twin.launches)
     if twin is None or not replays or replays % graphs:
         raise ControlError(
-            f"step {number} replayed {replays} CUDA graphs, where {key} consists of {graphs}; profile with --graphs off"
+            f"step {number} replayed {replays} CUDA graphs, where {key} consists of {graphs}; run with --graphs off"
             " instead"
         )
     host.modules.setdefault(REPLAY, ModuleTimes()).calls += replays
@@ -149,7 +149,10 @@ class _Match:
         ]
 
     def attributed(self, place: int, events: Sequence[Event]) -> Iterator[Ran]:
-        """What one replay ran. place: number of the replay in its step. Raises ControlError if it is something else."""
+        """The kernels of one replay with their modules. place: number of the replay in its step.
+
+        Raises ControlError if the kernels are not those of the twin.
+        """
         expected = self._graphs[place % len(self._graphs)]
         if [event["name"] for event in events] == [one.name for one in expected]:
             return (_ran(event, one.module, one.collective) for event, one in zip(events, expected, strict=True))
@@ -176,15 +179,15 @@ class _Match:
         raise ControlError(
             f"a replay of the CUDA graphs of {self._key} has {len(found)} kernels and the same step without graphs"
             f" {len(expected)}; the first that differs is number {number} of graph {place % len(self._graphs)}: {one}"
-            f" in the replay, {other} without. Their modules would be guessed; profile with --graphs off instead"
+            f" in the replay, {other} without. Their modules would be guessed; run with --graphs off instead"
         )
 
 
 def _add_device_times(modules: dict[str, ModuleTimes], ran: Iterable[Ran], begin: float, end: float) -> None:
-    """Add up the time of each module's own, so that the sum is the time in which anything runs.
+    """Add device time to the modules, so that all modules' times sum to the time in which anything runs.
 
-    Where kernels overlap, the time belongs to the one that ends first: a kernel may be set up, and wait, while those
-    before it run.
+    Where kernels overlap, the time belongs to the one that ends first: a kernel may start, and wait, while those before
+    it run.
     """
     counted: list[tuple[float, float]] = []
     """The union of the spans so far, in order; they do not touch."""

@@ -12,7 +12,7 @@ class LayerRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One module in an average step."""
 
     name: str
-    """In the tree of modules, merged modules as one; in parentheses what is none."""
+    """Name in the tree of modules, one for merged modules; in parentheses for what belongs to no module."""
     kind: str
     """As ModuleCost.kind; empty where nothing is counted."""
     calls: float
@@ -21,9 +21,9 @@ class LayerRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     cpu_us: float
     """Host time, without that of modules called within."""
     device_us: float
-    """In which the device ran what the module launched; without a GPU, of operators and collectives."""
+    """Time in which the device ran what the module launched; without a GPU, time in operators and collectives."""
     collective_us: float
-    """Of these, in which ranks wait for each other."""
+    """The part of `device_us` in which ranks wait for each other."""
     flops: float
     flops8: float
     """Those of `flops` with 8-bit weights."""
@@ -39,24 +39,24 @@ class RankLayers(msgspec.Struct, frozen=True, kw_only=True):
     """cuda or cpu."""
     steps: int
     step_us: float
-    """From the begin of a step on the device to that of the next."""
+    """From the start of a step on the device to that of the next."""
     idle_us: float
-    """Of these, in which nothing ran: `step_us` less the device times of all rows."""
+    """Time in which nothing ran: `step_us` less the device times of all rows."""
     decodes: tuple[int, ...]
-    """The numbers of decoding sequences that the steps had, each once."""
+    """Distinct numbers of decoding sequences per step, ascending."""
     prefill_tokens: tuple[int, ...]
-    """The numbers of tokens in prefill chunks that the steps had, each once."""
+    """Distinct numbers of tokens in prefill chunks per step, ascending."""
     graphs: tuple[tuple[str, int], ...]
-    """(CUDA graphs, number of steps that replayed them); empty: none."""
+    """(name of CUDA graphs, number of steps that replayed them); the name is empty for steps without graphs."""
     flops: float
     flops8: float
     bytes: float
-    """Of weights and KV cache: those of all modules less activations."""
+    """Bytes of weights and KV cache: those of all modules less activations."""
     uncounted: tuple[str, ...]
-    """The first modules whose FLOPs are unknown."""
+    """Modules whose FLOPs are unknown, at most 10."""
     num_rows: int
     rows: list[LayerRow]
-    """The first of `num_rows`."""
+    """The first of the `num_rows` rows; `read_layers` returns the others."""
 
 
 def stop_layers(call: Callable[[str, Mapping[str, Any]], list[Any]]) -> list[RankLayers]:

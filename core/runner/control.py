@@ -56,16 +56,16 @@ def describe(rank: Rank, arguments: NoArguments) -> dict[str, Any]:
 
 
 def start_trace(rank: Rank, arguments: StartTrace) -> None:
-    """Begin to record the steps, unless their layers are profiled."""
+    """Begin to record a trace. Raises ControlError while a profile by layer is in progress."""
     if rank.layers.running:
-        raise ControlError("the layers are profiled, which has torch.profiler to itself; stop that first")
+        raise ControlError("a profile by layer uses torch.profiler now, so no trace can; stop the profile first")
     rank.trace.start(arguments)
 
 
 def start_layers(rank: Rank, arguments: StartLayers) -> None:
-    """Begin to profile the layers, unless the steps are recorded."""
+    """Begin a profile by layer. Raises ControlError while a trace is recorded."""
     if rank.trace.running:
-        raise ControlError("a trace is recorded, which has torch.profiler to itself; stop that first")
+        raise ControlError("a trace uses torch.profiler now, so no profile by layer can; stop the trace first")
     rank.layers.start(arguments)
 
 

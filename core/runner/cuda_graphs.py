@@ -255,7 +255,7 @@ class DecodeGraphs:
         return len(step.decodes) + sum(len(part.tokens) for part in step.drafts) <= self._sizes[-1]
 
     def verify(self, step: Step, drafts: DraftRows, timer: LapTimer) -> tuple[SampledTokens, VerifiedDrafts, int]:
-        """Replay one decode step for sequences with and without drafts; returns the batch size of the graph, too.
+        """Replay one decode step for sequences with and without drafts; return the batch size of the graph too.
 
         Each token of a draft slice has a row of its own, which reads the blocks of its sequence. Since a layer writes
         all keys and values before its attention reads any, a row sees those of the tokens before it in its slice.

@@ -1,4 +1,4 @@
-"""Profiles the steps of one rank by layer: which module each kernel belongs to, and what each module computes."""
+"""Profiles the steps of one rank by layer: the time of each module, and what the module computes and moves."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StartLayers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Arguments of `start_layers`."""
 
     skip: int = 2
-    """Steps that are recorded first and not counted."""
+    """Steps that are recorded first but not counted."""
     steps: int = 0
     """Steps to count, after which recording ends; 0: until `stop_layers`."""
 
@@ -49,7 +49,7 @@ class StopLayers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Arguments of `stop_layers`."""
 
     discard: bool = False
-    """Whether to answer nothing, and to accept that nothing is recorded."""
+    """Whether to answer nothing, and to raise no error if nothing is recorded."""
 
 
 class ReadLayers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,7 +74,7 @@ class _Graphs:
 
 @frozen
 class _RecordedStep:
-    """What is known of a step without the profiler."""
+    """What is known of a recorded step without the profiler."""
 
     shape: StepShape
     decodes: int
@@ -94,7 +94,7 @@ class LayerProfile:
         layout: CacheLayout,
         group: RankGroup,
     ) -> None:
-        """layers: of which the launcher's model was made."""
+        """layers: the factory that made the layers of the launcher's model."""
         self._rank = rank
         self._device = device
         self._launcher = launcher
@@ -102,13 +102,13 @@ class LayerProfile:
         self._layout = layout
         self._ranges = ModuleRanges(launcher.state, layers, layout, group)
         self._profile: Any = None
-        """While steps are recorded."""
+        """The profiler; None unless steps are being recorded."""
         self._recorded: Any = None
-        """From the end of the recording until `stop`."""
+        """The profiler, from the end of the recording until `stop`; None otherwise."""
         self._cost: ModelCost | None = None
         self._skip = 0
         self._most = 0
-        """Steps after which recording ends; 0: it does not by itself."""
+        """Steps after which recording ends; 0: at `stop`."""
         self._steps: list[_RecordedStep] = []
         self._path: SamplingPath | None = None
         """The sampling path of the graph that was replayed last."""
@@ -122,7 +122,7 @@ class LayerProfile:
     def start(self, arguments: StartLayers) -> None:
         """Begin to record. Raises ControlError if steps are recorded already."""
         if self._profile is not None:
-            raise ControlError("the layers are profiled already; stop that first")
+            raise ControlError("a profile by layer is in progress already; stop it first")
         self._skip, self._steps, self._rows, self._recorded = arguments.skip, [], [], None
         self._most = arguments.steps and arguments.skip + arguments.steps + 1
         self._cost = count_model(self._layers, self._layout)
@@ -143,7 +143,7 @@ class LayerProfile:
         self._launcher.observe(self._launch)
 
     def stop(self, arguments: StopLayers) -> RankLayers | None:
-        """End the recording; return the times and the first rows of modules, of which `read` returns the others.
+        """End the recording; return an average step with the first rows of modules. `read` returns the other rows.
 
         Raises ControlError if nothing is recorded, or if kernels cannot be attributed.
         """
@@ -152,12 +152,12 @@ class LayerProfile:
         if arguments.discard:
             return None
         if recorded is None:
-            raise ControlError("the layers are not profiled; start that first")
+            raise ControlError("no profile by layer is in progress; start one first")
         twins = self._run_twins()  # first: all ranks take part, whatever becomes of their events
         return self._report([*_events(recorded), *twins])
 
     def _end(self) -> None:
-        """End the recording, if it has not ended, and put the modules back."""
+        """End the recording, if it has not ended, and restore the modules."""
         if self._profile is not None:
             self._launcher.observe(None)
             self._ranges.remove()
@@ -172,11 +172,11 @@ class LayerProfile:
         return profile
 
     def read(self, arguments: ReadLayers) -> list[LayerRow]:
-        """Some more rows of the last profile."""
+        """Rows of the last profile from number `start` on, at most ROWS_PER_ANSWER."""
         return self._rows[arguments.start : arguments.start + ROWS_PER_ANSWER]
 
     def _launch(self, step: Step, launch: Callable[[Step], PendingStep]) -> PendingStep:
-        """Launch a step within an annotation, and note its shape."""
+        """Launch a step within an annotation, and record its shape."""
         if len(self._steps) == self._most > 0:
             self._end()
             return launch(step)
@@ -267,7 +267,7 @@ class LayerProfile:
 
 
 def _rows(cost: ModelCost, shapes: list[StepShape], found: Attribution) -> list[LayerRow]:
-    """A row per module, those that were called first, in the order of their calls."""
+    """A row per module: those that were called, in the order of their first calls, then the others."""
     costs: dict[str, list[ModuleCost]] = {}
     for module in cost.modules:
         costs.setdefault(module.name, []).append(module)
@@ -312,7 +312,7 @@ def _mark_break() -> None:
 
 
 def _renumbered(event: Event) -> Event:
-    """An event of the second session, whose correlation ids must differ from those of the first."""
+    """An event of the twins' session, with a correlation id that differs from all of the steps' session."""
     correlation = event.get("args", {}).get("correlation")
     return event if correlation is None else {**event, "args": {"correlation": -1 - correlation}}
 

@@ -1,7 +1,7 @@
 """Annotates every call of a model's modules for torch.profiler, between `add` and `remove`.
 
-An object's class is replaced by a subclass whose methods run within an annotation, and put back afterwards. So the
-object and all that refers to it stay as they are, and nothing is left on the path of a step.
+The class of an object is replaced by a subclass whose methods run within an annotation, and restored afterwards. So the
+object and all references to it stay as they are, and nothing is left on the path of a step.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ModuleRanges:
     """The annotations of one rank's modules."""
 
     def __init__(self, state: DeviceState, layers: LayerFactory, layout: CacheLayout, group: RankGroup) -> None:
-        """layers: of which the model was made."""
+        """layers: the factory that made the model's layers."""
         self._state = state
         self._layers = layers
         self._layout = layout
@@ -61,7 +61,7 @@ class ModuleRanges:
         self._replaced: list[tuple[object, type]] = []
 
     def add(self) -> None:
-        """Annotate all calls from now on. Raises TypeError, and annotates none, if a class cannot be derived from."""
+        """Annotate all calls from now on. Raises TypeError, and annotates none, if a class cannot be subclassed."""
         try:
             for instance, calls, label in self._annotated():
                 self._replace(instance, {name: _within(label) for name in calls})
@@ -70,7 +70,7 @@ class ModuleRanges:
             raise
 
     def observe(self, instance: object, method: str, notify: Callable[[Any], None]) -> None:
-        """Have `notify` called with each result of a method, too, until `remove`."""
+        """Call `notify` with each result of a method, until `remove`."""
 
         def observed(own: Method) -> Method:
             @functools.wraps(own)
@@ -84,13 +84,13 @@ class ModuleRanges:
         self._replace(instance, {method: observed})
 
     def remove(self) -> None:
-        """Put back all classes; a second call does nothing."""
+        """Restore all classes; a second call does nothing."""
         while self._replaced:
             instance, cls = self._replaced.pop()
             object.__setattr__(instance, "__class__", cls)
 
     def _replace(self, instance: object, wrappers: Mapping[str, Callable[[Method], Method]]) -> None:
-        """Replace an object's class by one whose methods are wrapped, as far as it has them."""
+        """Replace an object's class by a subclass in which those of these methods that it has are wrapped."""
         cls = type(instance)
         own = {name: getattr(cls, name, None) for name in wrappers}
         methods = {name: wrappers[name](method) for name, method in own.items() if method is not None}
@@ -101,7 +101,7 @@ class ModuleRanges:
         self._replaced.append((instance, cls))
 
     def _annotated(self) -> Iterator[tuple[object, tuple[str, ...], Label]]:
-        """Each object, the methods to annotate, and the annotation's name."""
+        """Each object, its methods to annotate, and the annotation's name."""
         state, layers = self._state, self._layers
         known: dict[int, tuple[object, str]] = {
             id(layer): (layer, counted_name(layers, layer)) for layer in layers.layers
@@ -133,11 +133,11 @@ class _Tree:
     """Finds the objects around known layers, and names each by what the names of its layers have in common."""
 
     def __init__(self, known: Mapping[int, str]) -> None:
-        """known: names of layers by id; what is within these is not searched."""
+        """known: the layers' names by id; the layers are not searched."""
         self._known = known
         self._names: dict[int, list[str]] = {}
         self._kept: list[object] = []
-        """What was visited, so that no id is used again."""
+        """The objects visited, so that no id is reused."""
         self.found: list[tuple[object, str]] = []
 
     def visit(self, node: object) -> list[str]:
@@ -158,7 +158,7 @@ class _Tree:
         return names
 
     def _parts(self, node: object) -> list[object]:
-        """What an object consists of, as far as layers can be there."""
+        """The parts of an object that can be or have layers."""
         if isinstance(node, dict):
             return list(node.values())
         if isinstance(node, (list, tuple, set)):
@@ -195,12 +195,12 @@ def _constant(label: str) -> Label:
 
 
 def _by_layer(names: Mapping[tuple[int, int], str], group: int) -> Label:
-    """By the number of the layer in its cache group, the first argument."""
+    """A name by the call's first argument, the number of the layer in its cache group."""
     return lambda args: names[group, args[0]]
 
 
 def _within(label: Label) -> Callable[[Method], Method]:
-    """Wraps a method so that it runs within an annotation."""
+    """A decorator that runs a method within an annotation."""
 
     def wrap(own: Method) -> Method:
         @functools.wraps(own)

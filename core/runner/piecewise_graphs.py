@@ -146,7 +146,7 @@ class PiecewiseGraphs:
     def run_without_graphs(
         self, count: int, within: AbstractContextManager[object], on_break: Callable[[], None]
     ) -> None:
-        """Run what the graphs of a number of tokens hold kernel by kernel, for padding tokens; attention is left out.
+        """Run the kernels of the graphs of a number of tokens one by one, for padding tokens, without attention.
 
         within: entered for these kernels and no others. on_break: called where a graph ends and the next begins. Must
         not be called while a step is in flight.

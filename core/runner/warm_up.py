@@ -34,7 +34,7 @@ def warm_up_sampling(model: Model, sampler: Sampler, hidden: torch.Tensor) -> No
 def warm_up_verification(sampler: Sampler, logits: torch.Tensor, last_tokens: torch.Tensor) -> None:
     """Verify drafts of the padding row. logits: [1, vocab]; last_tokens: [table rows] int64, of the persistent batch.
 
-    Kernels are compiled apart for one draft, and for several.
+    One draft and several drafts have kernels of their own.
     """
     for drafts in (1, 2):
         part = DraftSlice(0, 0, (0,) * (1 + drafts))

@@ -15,10 +15,10 @@ from engine.core.types import NO_TOKEN, DraftSlice, TokenLogprobs
 
 @frozen(kw_only=True)
 class DraftRows:
-    """The last rows of a batch: for each slice as many as it has tokens."""
+    """The last rows of a batch: one per token of each draft slice."""
 
     num_before: int
-    """Rows of the batch before these, which sample as always."""
+    """Rows of the batch before these, which verify no drafts."""
     counts: tuple[int, ...]
     """Rows of each slice: one more than its drafts."""
     drafts: torch.Tensor
@@ -28,7 +28,7 @@ class DraftRows:
     table_rows: torch.Tensor
     """[slices] int64, the row of each sequence in the persistent batch and in the SamplingTable."""
     offsets: torch.Tensor
-    """[rows of the batch] int64: drafts before each row, which are outputs once they are accepted."""
+    """[rows of the batch] int64: number of drafts before each row, which are outputs once they are accepted."""
 
     @classmethod
     def of(
@@ -55,7 +55,7 @@ class DraftRows:
 
 @frozen(kw_only=True)
 class VerifiedDrafts:
-    """Draft rows whose tokens are sampled, and on their way to the host: how many drafts of each slice are accepted."""
+    """Draft rows whose tokens are sampled, with the copy to the host of how many drafts of each slice are accepted."""
 
     rows: DraftRows
     accepted: HostCopy
@@ -71,7 +71,7 @@ class VerifiedDrafts:
         entries: list[tuple[TokenLogprobs, ...]] = []
         for count, number in zip(self.rows.counts, accepted.tolist(), strict=True):
             found = tokens[at : at + number + 1]
-            if NO_TOKEN in found:  # what the device accepted after it is arbitrary
+            if NO_TOKEN in found:  # the drafts that the device accepted after NO_TOKEN are arbitrary
                 found = found[: found.index(NO_TOKEN) + 1]
             verified.append(tuple(found))
             entries.append(tuple(entry for entry in logprobs[at : at + len(found)] if entry is not None))

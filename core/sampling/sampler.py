@@ -74,7 +74,7 @@ class Sampler:
         """max_running: rows of the SamplingTable that sequences can have. fused: sample by Triton kernels instead of
         PyTorch's operations. same_on_all_ranks: replaces drawn tokens by those of rank 0; greedy tokens are the same
         on all ranks, since the logits are. grammars: compiles those of sequences; None: no sequence has one.
-        draft_rows: of the SamplingTable."""
+        draft_rows: further rows of the SamplingTable, for the tokens of draft slices."""
         self._device = device = torch.device(device)
         self._vocab_size = vocab_size
         self._eos_tokens = eos_tokens

@@ -1,7 +1,7 @@
 """Verification of draft tokens: what is generated is distributed as without drafts (Leviathan, Kalman, Matias 2023).
 
 A slice is a sequence's last token and the drafts after it, k at most; its logits are rows of the batch, one more than
-it has drafts. Row i is what the model says after the first i drafts, processed as for a token without drafts
+it has drafts. Row i has the logits after the first i drafts, processed as those of a token without drafts
 (temperature, top_k, top_p, min_p, ...). The first drafts that are accepted are kept, and one token more.
 
 Two rules, for two kinds of drafts:
@@ -14,8 +14,8 @@ Two rules, for two kinds of drafts:
   a rejected one is replaced by a draw from max(p - q, 0), normalized (`verify_drafts`). More of them are accepted. The
   tokens are distributed as without drafts, but with a seed they are others.
 
-The token after the accepted drafts is drawn by the random number of its position. The numbers that accept drafts are
-another stream, and those by which a draft model draws must be a third: each a function of seed and position.
+The token after the accepted drafts is drawn by the random number of its position. The random numbers that accept drafts
+are a second stream, and those by which a draft model draws must be a third: each is a function of seed and position.
 """
 
 from __future__ import annotations

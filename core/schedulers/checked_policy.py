@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from engine.core.errors import PluginError
-from engine.core.plugin_host.faults import raise_interrupt, shown
+from engine.core.plugin_host.counted_faults import CountedFaults, InvalidAnswerError
 from engine.core.plugin_host.installed import OBJECT, describe_plugin
 from engine.core.schedulers.policy import SchedulingPolicy, Split
 from engine.core.schedulers.request_state import RequestState, StateView, state_of
@@ -29,18 +28,22 @@ class CheckedPolicy:
     """
 
     def __init__(self, policy: SchedulingPolicy[Any], requests: Mapping[str, RequestState]) -> None:
-        self.faults = 0
-        """Decisions that the policy failed to make."""
         self._policy = policy
         self._requests = requests
-        self._logged: set[str] = set()
         cls = type(policy)
         named = describe_plugin("scheduler", cls.__qualname__, OBJECT)
-        self._owner: str = getattr(cls, "plugin_owner", named)  # an instance passed in from Python has a plain class
+        owner: str = getattr(cls, "plugin_owner", named)  # an instance passed in from Python has a plain class
+        instead = "first come, first served decides"
+        self._faults = CountedFaults(owner, _log, instead=instead, metric="engine_policy_faults_total")
         self.overrides_preempts = cls.preempts is not SchedulingPolicy.preempts
         self.overrides_split = cls.split is not SchedulingPolicy.split
         self.overrides_prefill_limit = cls.prefill_limit is not SchedulingPolicy.prefill_limit
         self.overrides_decode_steps = cls.decode_steps is not SchedulingPolicy.decode_steps
+
+    @property
+    def faults(self) -> int:
+        """Decisions that the policy failed to make."""
+        return self._faults.count
 
     def order(self, waiting: Sequence[StateView], now: float) -> Iterator[RequestState]:
         """The waiting requests to admit, next first, each once.
@@ -51,7 +54,7 @@ class CheckedPolicy:
         try:
             answers = tuple(self._policy.order(waiting, now))
         except BaseException as error:
-            self._fault("order", error)
+            self._faults.add("order", error)
         seen: set[RequestState] = set()
         for answer in answers:
             named = state_of(answer)
@@ -59,7 +62,7 @@ class CheckedPolicy:
                 continue
             state = self._waiting_state(answer)
             if state is None:
-                self._fault("order", _invalid(answer, "one of the waiting requests that it was given"))
+                self._faults.add("order", InvalidAnswerError(answer, "one of the waiting requests that it was given"))
                 yield from (one for one in map(self._waiting_state, waiting) if one is not None and one not in seen)
                 return
             seen.add(state)
@@ -70,7 +73,7 @@ class CheckedPolicy:
         try:
             return _running_state(self._policy.victim(running), running, "one of the running requests it was given")
         except BaseException as error:
-            self._fault("victim", error)
+            self._faults.add("victim", error)
         return running[-1]._state
 
     def preempts(self, candidate: StateView, running: Sequence[StateView]) -> RequestState | None:
@@ -80,7 +83,7 @@ class CheckedPolicy:
             if answer is not None:
                 return _running_state(answer, running, "one of the running requests it was given, or None")
         except BaseException as error:
-            self._fault("preempts", error)
+            self._faults.add("preempts", error)
         return None
 
     def split(self, budget: int, waiting: Sequence[StateView], running: Sequence[StateView]) -> Split:
@@ -89,9 +92,9 @@ class CheckedPolicy:
             answer = self._policy.split(budget, waiting, running)
             if isinstance(answer, Split) and isinstance(answer.decode, int) and isinstance(answer.prefill, int):
                 return answer
-            raise _invalid(answer, "a Split of two whole numbers")
+            raise InvalidAnswerError(answer, "a Split of two whole numbers")
         except BaseException as error:
-            self._fault("split", error)
+            self._faults.add("split", error)
         return Split(decode=budget, prefill=budget)
 
     def prefill_limit(self, request: StateView, room: int, others: Sequence[StateView]) -> int:
@@ -100,9 +103,9 @@ class CheckedPolicy:
             answer = self._policy.prefill_limit(request, room, others)
             if isinstance(answer, int):
                 return max(1, min(answer, room))
-            raise _invalid(answer, "a whole number")
+            raise InvalidAnswerError(answer, "a whole number")
         except BaseException as error:
-            self._fault("prefill_limit", error)
+            self._faults.add("prefill_limit", error)
         return room
 
     def decode_steps(self, running: Sequence[StateView], waiting: Sequence[StateView]) -> int:
@@ -111,28 +114,10 @@ class CheckedPolicy:
             answer = self._policy.decode_steps(running, waiting)
             if isinstance(answer, int):
                 return answer
-            raise _invalid(answer, "a whole number")
+            raise InvalidAnswerError(answer, "a whole number")
         except BaseException as error:
-            self._fault("decode_steps", error)
+            self._faults.add("decode_steps", error)
         return 1
-
-    def _fault(self, method: str, error: BaseException) -> None:
-        """Count a fault, and log the first of each method. Raises `error` if a signal raised it, as Ctrl-C does."""
-        raise_interrupt(error)
-        self.faults += 1
-        if method in self._logged:
-            return
-        self._logged.add(method)
-        invalid = isinstance(error, _InvalidAnswerError)
-        _log.error(
-            "%s %s %s(): %s; first come, first served decides until it answers well (logged once per method, counted "
-            "in engine_policy_faults_total)",
-            self._owner,
-            "gave an invalid answer in" if invalid else "failed in",
-            method,
-            error if invalid else f"{type(error).__name__}: {error}",
-            exc_info=None if invalid else error,
-        )
 
     def _waiting_state(self, answer: object) -> RequestState | None:
         """The waiting request of a view; None for anything else."""
@@ -142,17 +127,9 @@ class CheckedPolicy:
         return state
 
 
-class _InvalidAnswerError(PluginError):
-    """A policy's answer is not what its contract allows."""
-
-
 def _running_state(answer: object, running: Sequence[StateView], wanted: str) -> RequestState:
-    """The request of a view in `running`. Raises _InvalidAnswerError for anything else."""
+    """The request of a view in `running`. Raises InvalidAnswerError for anything else."""
     state = state_of(answer)
     if not isinstance(state, RequestState) or state.view not in running:
-        raise _invalid(answer, wanted)
+        raise InvalidAnswerError(answer, wanted)
     return state
-
-
-def _invalid(answer: object, wanted: str) -> _InvalidAnswerError:
-    return _InvalidAnswerError(f"{shown(answer)} is not {wanted}")

@@ -1,4 +1,4 @@
-"""Drafts: tokens that a speculator proposes for decoding requests, and that one step verifies all at once."""
+"""Drafts: tokens that a speculator proposes for decoding requests, and that a single step verifies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.core.types import DraftSlice, SpeculationStats
 
 
 class Drafting:
-    """Plans drafts, and follows the requests that have some.
+    """Plans drafts, and keeps track of the requests that have some.
 
     A request with drafts is not among the decoding sequences in the step that verifies them: how many tokens it gains
     is known when the result is committed. It is back among them when the next step is planned (`resume`). So all others
@@ -33,7 +33,7 @@ class Drafting:
         self._speculator = speculator
         self._lengths = lengths
         self._begun = False
-        """Whether `lengths` knows of the step that is planned next."""
+        """Whether `lengths.begin` was called for the step that is planned next."""
         self._queues = queues
         self._max_drafts = speculator.spec.max_drafts
         self._sequences: dict[str, SpeculatedSequence | None] = {}
@@ -64,7 +64,7 @@ class Drafting:
         return any(self._propose(state, self._max_drafts) for state in self._queues.decoding.active())
 
     def resume(self) -> None:
-        """Have the requests whose drafts are verified decode like all others."""
+        """Return the requests whose drafts are verified to the decoding sequences."""
         if not self._verifying:
             return
         running, later = self._queues.running, dict[int, RequestState]()
@@ -79,8 +79,8 @@ class Drafting:
         self._verifying = later
 
     def propose(self, plan: StepPlan) -> None:
-        """Choose the drafts of a plan, the rest of which is made; no step may be in flight, so that all tokens are
-        known."""
+        """Choose the drafts of a plan that has its decodes and chunks. No step may be in flight: drafts follow the
+        newest tokens."""
         self._planned = {}
         planned: dict[RequestState, tuple[int, ...]] = {}
         room = plan.draft_tokens_left
@@ -100,7 +100,7 @@ class Drafting:
         self._planned = planned
 
     def _begin(self, lengths: DraftLengths, plan: StepPlan) -> bool:
-        """Tell `lengths` of the plan; False: it has no drafts."""
+        """Report the plan to `lengths`; False: the plan has no drafts."""
         decodes = len(self._queues.decoding)
         rows = decodes + plan.chunk_tokens
         if not self._begun:
@@ -110,7 +110,9 @@ class Drafting:
         return True
 
     def take_slices(self) -> tuple[tuple[RequestState, ...], tuple[DraftSlice, ...]]:
-        """Take the requests with drafts out of the decoding ones; returns them (`plan_drafts` is due) and their slices.
+        """Take the requests with drafts out of the decoding ones; return the requests and their slices.
+
+        The caller calls `plan_drafts` on each of the requests.
 
         Where blocks are short, a request has fewer drafts than planned, or none.
         """

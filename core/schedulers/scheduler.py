@@ -82,8 +82,8 @@ class Scheduler:
     max_batch_tokens: maximum tokens per step (per iteration of a multi-step step). max_running: maximum sequences per
     step. max_len: maximum context, prompt and output together. eos_tokens: the model's end-of-sequence tokens. meter:
     counts what each planned step computes; None: nothing does. speculator: proposes drafts; None: nothing does.
-    draft_lengths: chooses how many of them are verified; None: all are. unknown_sequences: those that the runner has
-    and no request is.
+    draft_lengths: chooses how many of them are verified; None: all are. unknown_sequences: sequences
+    that the runner has but that belong to no request.
     """
 
     def __init__(

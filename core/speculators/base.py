@@ -30,15 +30,15 @@ class SpeculatedSequence:
     """A running request, as speculators see it: one object per request, the same at each call."""
 
     request_id: str
-    """Of no other request that has not finished."""
+    """Unique among the requests that have not finished."""
     tokens: Sequence[int] = field(repr=False)
-    """Prompt and output so far, to be read only. Grows between calls, and never changes otherwise; `len` and one token
-    take constant time."""
+    """Prompt and output so far, read-only. Grows between calls, and never changes otherwise; `len` and access to one
+    token take constant time."""
     prompt_length: int
-    """The first tokens, which are the prompt."""
+    """Number of prompt tokens, the first of `tokens`."""
     tenant: str | None = None
     """The request's cache_salt. What is learned from a request must not show in proposals for other tenants: the time
-    of an answer would tell what others wrote. None: the tenant of all requests without one."""
+    of an answer would reveal what others wrote. None: the tenant of all requests without one."""
 
 
 class Speculator(ABC, Generic[OptionsT]):
@@ -46,10 +46,10 @@ class Speculator(ABC, Generic[OptionsT]):
 
     OptionsT: the speculator's own settings, an object of `options_class`; None for a speculator without any.
 
-    No answer, however wrong, changes what is generated: core verifies each proposed token and drops it, with those
-    after it, unless the model takes it too. A wrong proposal costs time only. All methods are called by one thread
-    between steps, so they must be quick: a call takes from the time of the step. Where a method raises, or a proposal
-    is invalid, there is no proposal; the first fault of each method is logged, and every one counted.
+    No proposal, however wrong, changes what is generated: core verifies proposed tokens, and drops the first that the
+    model does not generate, with those after it. A wrong proposal costs time only. All methods are called by one thread
+    between steps, and delay the next step, so they must be quick. Where a method raises, or a proposal is invalid,
+    there is no proposal; the first fault of each method is logged, and all are counted.
     """
 
     api: ClassVar[str]
@@ -78,10 +78,11 @@ class Speculator(ABC, Generic[OptionsT]):
         """
 
     def accepted(self, request_id: str, proposed: int, accepted: int) -> None:
-        """Learn how many tokens of a request's latest proposal were verified, and how many of them were accepted.
+        """Learn how many tokens of a request's latest proposal a step verified, and how many of these were accepted.
 
-        Not called for proposals that were not verified, as when a request ends.
+        proposed: tokens verified, at least 1; may be fewer than the proposal had. Not called for a proposal that was
+        not verified, as when a request ends.
         """
 
     def finished(self, request_id: str) -> None:
-        """Forget a request, which has ended. Called once per request, also for those never proposed for."""
+        """Forget a request that has ended. Called once per request, even if there never was a proposal for it."""

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from engine.core.errors import PluginError
-from engine.core.plugin_host.faults import blame, expect, raise_interrupt, shown
+from engine.core.plugin_host.counted_faults import CountedFaults, InvalidAnswerError
+from engine.core.plugin_host.faults import blame, expect
 from engine.core.plugin_host.installed import OBJECT, describe_plugin
 from engine.core.speculators.base import SpeculatedSequence, Speculator
 
@@ -19,22 +19,26 @@ class CheckedSpeculator:
     """A speculator whose proposals are valid: at most as many tokens as asked for, all of the vocabulary.
 
     A speculator that raises, or makes an invalid proposal, cannot stop the engine: there is no proposal, the fault is
-    counted in `faults`, and the first fault of each method is logged. It is asked again for the next proposal.
+    counted in `faults`, and the first fault of each method is logged. The speculator is asked again in a later step.
 
-    learns: whether the speculator has an `accepted` of its own; otherwise `accepted` need not be called.
+    learns: whether the speculator overrides `accepted`; otherwise `accepted` need not be called.
     """
 
     def __init__(self, speculator: Speculator[Any]) -> None:
-        self.faults = 0
-        """Calls in which the speculator failed."""
         self.spec = speculator.spec
         self._speculator = speculator
         self._propose = speculator.propose
         self._vocab_size = speculator.spec.vocab_size
-        self._logged: set[str] = set()
         cls = type(speculator)
         self._owner: str = getattr(cls, "plugin_owner", describe_plugin("speculator", cls.__qualname__, OBJECT))
+        metric = "engine_speculator_faults_total"
+        self._faults = CountedFaults(self._owner, _log, instead="nothing is proposed", metric=metric)
         self.learns = cls.accepted is not Speculator.accepted
+
+    @property
+    def faults(self) -> int:
+        """Calls in which the speculator failed."""
+        return self._faults.count
 
     def propose(self, sequence: SpeculatedSequence, limit: int) -> Sequence[int]:
         """A valid proposal of at most `limit` tokens; empty: there is none."""
@@ -43,29 +47,29 @@ class CheckedSpeculator:
             problem = _problem(answer, limit, self._vocab_size)
             if problem is None:
                 return answer
-            self._fault("propose", _InvalidAnswerError(f"{shown(answer)} is not {problem}"))
+            self._faults.add("propose", InvalidAnswerError(answer, problem))
         except BaseException as error:
-            self._fault("propose", error)
+            self._faults.add("propose", error)
         return ()
 
     def accepted(self, request_id: str, proposed: int, accepted: int) -> None:
-        """Report how many tokens of a proposal were accepted."""
+        """Report how many tokens of a proposal were verified (`proposed`), and how many of these were accepted."""
         try:
             self._speculator.accepted(request_id, proposed, accepted)
         except BaseException as error:
-            self._fault("accepted", error)
+            self._faults.add("accepted", error)
 
     def finished(self, request_id: str) -> None:
         """Report that a request has ended."""
         try:
             self._speculator.finished(request_id)
         except BaseException as error:
-            self._fault("finished", error)
+            self._faults.add("finished", error)
 
     def rehearse(self) -> None:
         """Call each method once, for a request that does not exist.
 
-        Raises PluginFaultError or PluginError, naming the plugin, for what the first request would have met.
+        Raises PluginFaultError or PluginError, naming the plugin, for a fault that the first request would meet.
         """
         tokens = [number % min(self._vocab_size, 3) for number in range(min(self.spec.max_len, 12))]
         sequence = SpeculatedSequence(request_id=_REHEARSAL, tokens=tokens, prompt_length=len(tokens))
@@ -78,28 +82,6 @@ class CheckedSpeculator:
             self._speculator.accepted(_REHEARSAL, len(answer), 0)
         with blame(self._owner, "finished()"):
             self._speculator.finished(_REHEARSAL)
-
-    def _fault(self, method: str, error: BaseException) -> None:
-        """Count a fault, and log the first of each method. Raises `error` if a signal raised it, as Ctrl-C does."""
-        raise_interrupt(error)
-        self.faults += 1
-        if method in self._logged:
-            return
-        self._logged.add(method)
-        invalid = isinstance(error, _InvalidAnswerError)
-        _log.error(
-            "%s %s %s(): %s; nothing is proposed until it answers well (logged once per method, counted in "
-            "engine_speculator_faults_total)",
-            self._owner,
-            "gave an invalid answer in" if invalid else "failed in",
-            method,
-            error if invalid else f"{type(error).__name__}: {error}",
-            exc_info=None if invalid else error,
-        )
-
-
-class _InvalidAnswerError(PluginError):
-    """A speculator's answer is not what its contract allows."""
 
 
 def _problem(answer: object, limit: int, vocab_size: int) -> str | None:

@@ -11,33 +11,33 @@ from attrs import define
 from engine.core.speculators.step_costs import StepCosts
 
 _MEMORY = 0.95
-"""Weight of an earlier trial, next to one later, in the acceptance of a request: about the last 20 count."""
+"""Weight of a trial relative to the next one in the acceptance of a request: about the last 20 trials count."""
 _COMMON_MEMORY = 0.995
 """The same in the acceptance of all requests together, with which a new request begins."""
 _PRIOR_TRIALS = 8.0
-"""Trials that the acceptance of all requests counts for in that of one request."""
+"""Number of trials that the acceptance of all requests stands for in that of one request."""
 _FIRST_ACCEPTANCE = 0.5
 """The acceptance before the first trial of all."""
 _MAX_ACCEPTANCE = 0.99
 _PROBE_INTERVAL = 16
-"""Steps until a request whose drafts do not pay is tried again; doubled with each trial that fails, up to a maximum."""
+"""Steps until a request whose drafts do not pay is probed; doubled with each probe that fails, up to a maximum."""
 _MAX_PROBE_INTERVAL = 512
 _PROBE_SHARE = 0.01
-"""Share of the time of all steps that such trials may take, where they fail."""
+"""Share of the time of all steps that probes that fail may take."""
 _MIN_GAIN = 1.01
-"""Tokens per time with drafts, next to those without, from which on they count as a gain: estimates are not exact."""
+"""Minimum tokens per time with drafts, relative to those without, that count as a gain: estimates are not exact."""
 _SAVED_STEPS = 64
-"""Steps of which the time for trials may be saved up."""
+"""Steps whose time for probes may be saved up."""
 
 
 @define
 class _Trials:
-    """Drafts of one request that were verified: one trial each, up to the first that was rejected."""
+    """The verified drafts of one request: a trial per draft, up to and including the first that was rejected."""
 
     accepted: float = 0.0
     count: float = 0.0
     next_probe: int = 0
-    """Step from which on it is tried again where its drafts do not pay."""
+    """Step from which on the request may be probed, where its drafts do not pay."""
     interval: int = _PROBE_INTERVAL
 
     def add(self, proposed: int, accepted: int, memory: float) -> None:
@@ -48,24 +48,25 @@ class _Trials:
 
 
 class DraftLengths:
-    """Chooses lengths from the measured acceptance of each request and the measured times of steps.
+    """Chooses draft lengths by the measured acceptance of each request and the measured times of steps.
 
-    Of a request whose drafts are accepted with probability a, draft number j is one token more with probability a^j.
+    Where drafts are accepted with probability a if those before them are, draft number j adds a token with probability
+    a^j.
     A step verifies the most probable drafts of all its sequences, as many as maximize
 
         (tokens without drafts + the sum of their probabilities) / the time of a step of that many rows.
 
-    Per step: `begin`, then `limit` for each request that may speculate, then `choose` if there are proposals; later
-    `record` for each that was verified. A request whose drafts do not pay is tried again from time to time with one
-    draft; those of all requests together that fail take at most a hundredth of the time.
+    Per step: `begin`, then `limit` for each request that may have drafts, then `choose` if there are proposals; later
+    `record` for each request whose drafts were verified. A request whose drafts do not pay is probed from time to time,
+    with one draft; the probes that fail take at most 1 % of the time, those of all requests together.
     """
 
     def __init__(
         self, costs: StepCosts, max_drafts: int, *, plain: StepCosts | None = None, overhead: float = 0.0
     ) -> None:
-        """costs: of steps with drafts; plain: of steps without any, if those are others; overhead: as the attribute."""
+        """costs: times of steps with drafts; plain: of those without, None: the same; overhead: as the attribute."""
         self.overhead = overhead
-        """Time that a step with drafts takes longer, whatever their number, in the unit of `costs`."""
+        """Time by which a step with drafts is longer, whatever their number, in the unit of `costs`."""
         self._costs = costs
         self._plain = plain or costs
         self._max_drafts = max_drafts
@@ -77,16 +78,16 @@ class DraftLengths:
         self._time = 0.0
         """Time of this step without drafts."""
         self._least = 1.0
-        """A draft that is less probable cannot pay in this step."""
+        """Probability below which no draft can pay in this step."""
         self._probe_time = 0.0
         """Time that one draft adds to this step."""
         self._saved = 0.0
-        """Time that may be spent on requests whose drafts do not pay."""
+        """Time that may be spent on probes."""
         self._probes: set[str] = set()
-        """Requests whose latest drafts were such."""
+        """Requests whose latest draft was a probe."""
 
     def begin(self, rows: int, tokens: int) -> bool:
-        """Begin a step; False: no request has drafts in this step, so that `limit` need not be asked.
+        """Begin a step; False: no draft can pay in this step, so `limit` need not be called.
 
         rows: rows without drafts; tokens: how many of them yield a token.
         """
@@ -107,7 +108,7 @@ class DraftLengths:
         self._probe_time = max(float(further[0]), 0.0)
 
     def limit(self, request_id: str) -> int:
-        """The most drafts of a request that may pay in this step; 0: it need not be asked."""
+        """Maximum drafts of a request that may pay in this step; 0: none, so no proposal is needed."""
         acceptance = self.acceptance(request_id)
         if acceptance >= self._least:
             if self._least <= 0:
@@ -148,17 +149,17 @@ class DraftLengths:
         return min(estimate, _MAX_ACCEPTANCE)
 
     def observe(self, rows: int, time: float, *, drafts: bool) -> None:
-        """Correct the measured times by what a step took. drafts: whether it had any."""
+        """Correct the measured times by the time of a step. drafts: whether the step had any."""
         (self._costs if drafts else self._plain).observe(rows, time)
 
     def record(self, request_id: str, proposed: int, accepted: int) -> None:
-        """Take in how many of the `proposed` drafts that were verified were accepted."""
+        """Count the drafts of a request. proposed: drafts verified; accepted: drafts of these that were accepted."""
         trials = self._requests.setdefault(request_id, _Trials())
         trials.add(proposed, accepted, _MEMORY)
         self._common.add(proposed, accepted, _COMMON_MEMORY)
         if accepted:
             if request_id in self._probes:
-                self._saved += self._probe_time  # it was not lost
+                self._saved += self._probe_time  # the probe's time was not lost
             trials.interval = _PROBE_INTERVAL
             trials.next_probe = self._step + 1
 
@@ -168,7 +169,7 @@ class DraftLengths:
         self._probes.discard(request_id)
 
     def _may_probe(self, request_id: str) -> bool:
-        """Whether a request whose drafts do not pay may have one in this step."""
+        """Whether a request whose drafts do not pay may be probed in this step."""
         trials = self._requests.get(request_id)
         return self._saved >= self._probe_time and (trials is None or self._step >= trials.next_probe)
 

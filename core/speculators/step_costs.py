@@ -12,16 +12,16 @@ from engine.core.errors import ConfigError
 _QUICK, _SLOW = 0.2, 0.02
 """Weights of an observation: of the first few, and of all later ones."""
 _REFRESH = 8
-"""Observations after which the table is made again."""
+"""Observations after which the table is computed again."""
 _FEW = 4
-"""Observations of a size below which the factor of all sizes stands for its own."""
+"""Observations of a number of rows below which the factor of all stands for that of the number."""
 
 
 class StepCosts:
     """Measured times of steps, linear beyond the last measurement. Never falls with more rows.
 
-    Steps that are observed later correct the times, each those of its own number of rows, and until these were observed
-    often enough, all of them by the same factor.
+    Observed steps correct the times. Each number of rows has a factor of its own; until it was observed often enough, a
+    common factor stands for it.
     """
 
     def __init__(self, measured: Iterable[tuple[int, float]], *, padded: bool = False) -> None:
@@ -42,10 +42,10 @@ class StepCosts:
         self._base = np.zeros(0)
         """The table by the measurements alone."""
         self._factors = np.ones(len(self._rows))
-        """What observed steps took, next to the measurement, by number of rows."""
+        """Time of observed steps relative to the measurement, by number of rows."""
         self._counts = np.zeros(len(self._rows), np.int64)
         self._factor = 1.0
-        """The same for all numbers of rows."""
+        """The same, common to all numbers of rows."""
         self._count = 0
 
     def table(self, rows: int) -> npt.NDArray[np.float64]:
@@ -57,7 +57,7 @@ class StepCosts:
         return self._table
 
     def observe(self, rows: int, time: float) -> None:
-        """Take in what a step took. A single one changes little, however long it was."""
+        """Correct the times by that of a step. A single step changes little, however long it was."""
         self.table(rows)
         ratio = min(max(time / float(self._base[rows]), 0.25), 4.0)
         size = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)

@@ -1,4 +1,4 @@
-"""Tells DraftLengths how long the steps of a running engine take."""
+"""Reports to DraftLengths how long the steps of a running engine take."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from engine.core.types import Step
 
 
 class StepTiming:
-    """Follows steps from submission to result, and corrects the times by which draft lengths are chosen.
+    """Times steps from submission to result, and so corrects the times by which draft lengths are chosen.
 
-    A step that overlaps with the one before it takes the time between both results. Steps with prefill chunks do not
-    count: their rows are not those of decodes.
+    The time of a step that overlaps with the step before it is that between the two results. Steps with prefill chunks
+    do not count: their rows are not those of decodes.
     """
 
     def __init__(self, lengths: DraftLengths, *, overlaps: bool, clock: Callable[[], float] = perf_counter) -> None:
-        """overlaps: whether the next step is planned while one runs, where the one has no drafts."""
+        """overlaps: whether the next step is planned while one without drafts runs."""
         self._lengths = lengths
         self._overlaps = overlaps
         self._clock = clock
@@ -27,11 +27,11 @@ class StepTiming:
         self._steps = 0
 
     def begin(self) -> None:
-        """A step is submitted now."""
+        """Note that a step is submitted now."""
         self._begins.append(self._clock())
 
     def end(self, step: Step) -> None:
-        """The result of the oldest step has arrived."""
+        """Note that the result of the oldest step has arrived."""
         now = self._clock()
         seconds = (now - max(self._begins.popleft(), self._last_result)) / step.iterations
         self._last_result = now
@@ -43,9 +43,9 @@ class StepTiming:
             self._lengths.observe(len(step.decodes), seconds, drafts=False)
 
     def add_host_time(self, total: float) -> None:
-        """A step is committed. total: seconds since the start in which the host planned and committed steps.
+        """Note that a step is committed. total: seconds since the start in which the host planned and committed steps.
 
-        While one with drafts runs, no other can be planned: this time is added to it.
+        While a step with drafts runs, no other can be planned: the host's time per step is added to its time.
         """
         if self._overlaps:
             self._steps += 1

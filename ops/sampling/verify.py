@@ -1,8 +1,8 @@
-"""Verifies drafts on a GPU, by the rules of `core/sampling/verify.py`, and books what was accepted.
+"""Verifies drafts on a GPU, by the rules of `core/sampling/verify.py`, and advances the sequences.
 
 A slice is a sequence's last token and the drafts after it. `match_rows` compares drafts with the tokens sampled in
-their places; `verify_rows` accepts drafts by their probabilities and draws what replaces a rejected one. Both do all of
-it in one program per slice, without waiting: accept, replace, and advance the sequence's state on the device.
+their places; `verify_rows` accepts drafts by their probabilities and draws what replaces a rejected one. Both have one
+program per slice, which accepts, replaces, and advances the sequence's state on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ACCEPT = tl.constexpr(1)
 
 
 @triton.jit
-def _book(at, row, count, token, counts, tokens, last_tokens, num_outputs):
+def _store_and_advance(at, row, count, token, counts, tokens, last_tokens, num_outputs):
     """Store a slice's results, and advance its sequence by the accepted drafts and the token after them."""
     tl.store(counts + at, count)
     tl.store(tokens + at, token)
@@ -39,7 +39,7 @@ def _match_kernel(drafts, k, sampled, first, rows, counts, tokens, last_tokens, 
         matches = (count == place) & (draft == token)
         count += matches.to(tl.int64)
         token = tl.load(sampled + start + count)
-    _book(at, tl.load(rows + at), count, token, counts, tokens, last_tokens, num_outputs)
+    _store_and_advance(at, tl.load(rows + at), count, token, counts, tokens, last_tokens, num_outputs)
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -145,7 +145,7 @@ def _verify_kernel(
         # The sums of both loops may differ by rounding; and nothing is left where p and q are equal up to rounding.
         found = tl.where(found < vocab, found, last)
         token = tl.where(found >= 0, found, token)
-    _book(at, row, count, token, counts, tokens, last_tokens, num_outputs)
+    _store_and_advance(at, row, count, token, counts, tokens, last_tokens, num_outputs)
 
 
 @triton.jit

@@ -10,12 +10,12 @@ def register_speculators(register: Register) -> None:
         "ngram",
         lazy("engine.plugins.speculators.ngram:Ngram"),
         api="1",
-        summary="what followed the last tokens where they stood before, in the prompt or the output",
+        summary="what followed the last tokens at an earlier occurrence, in the prompt or the output",
         preference=10,
     )
     register(
         "suffix",
         lazy("engine.plugins.speculators.suffix:Suffix"),
         api="1",
-        summary="as ngram, and what most often followed them in the tenant's recent outputs",
+        summary="as ngram, and what most often followed the last tokens in the tenant's recent outputs",
     )

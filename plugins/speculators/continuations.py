@@ -12,24 +12,24 @@ import numpy.typing as npt
 from engine.core.tokens import TOKEN_TYPE
 
 _END = -1
-"""Stands after each text."""
+"""Separator after each text."""
 _MAX_PLACES = 8
-"""Latest places of an n-gram that are counted."""
+"""Maximum places of an n-gram that are counted, the latest first."""
 _MAX_LOOKS = 16
-"""Places that are looked at for them: some are of other n-grams, whose hashes have the same slot."""
+"""Maximum places that are compared for this: some are of other n-grams with the same slot."""
 _FACTOR = 0x9E3779B97F4A7C15
 _WORD = 2**64 - 1
 
 
 class Continuations:
-    """Texts, the oldest of which are forgotten; finds what followed the last tokens of another text in them.
+    """Finds what followed given tokens in texts, of which the oldest are forgotten.
 
     The index has two halves, each of `max_tokens` / 2. When the newer one is full, the older one is dropped, and what
     was the newer one becomes the older. So no time is spent on removing tokens. Memory: at most 60 bytes per token.
     """
 
     def __init__(self, sizes: Sequence[int], max_tokens: int) -> None:
-        """sizes: numbers of last tokens that are looked up."""
+        """sizes: numbers of tokens that can be looked up."""
         self._sizes = tuple(sizes)
         self._room = max_tokens // 2
         self._halves = [_Half(self._sizes, self._room)]
@@ -38,14 +38,14 @@ class Continuations:
         return sum(len(half.tokens) for half in self._halves)
 
     def add(self, text: array[int]) -> None:
-        """Take in a text, of a very long one only its end."""
+        """Add a text; of a very long one only the end."""
         text = text[-(self._room - 1) :]
         if not self._halves[0].has_room(len(text) + 1):
             self._halves = [_Half(self._sizes, self._room), self._halves[0]]
         self._halves[0].add(text)
 
     def continuation(self, last: array[int], limit: int, least: float) -> list[int]:
-        """What most often followed the tokens `last`, at most `limit` tokens; empty if they are nowhere.
+        """What most often followed the tokens `last`, at most `limit` tokens; none if there is no such place.
 
         last: as many tokens as one of `sizes`. Each further token must have followed all before it at a share of the
         places of `last` that is at least `least`; one place more, where something else followed, counts too.
@@ -92,7 +92,7 @@ class _Half:
         return len(self.tokens) + count <= self._room
 
     def add(self, text: array[int]) -> None:
-        """Take in a text, for which there is room."""
+        """Add a text, for which there must be room."""
         start = len(self.tokens)
         self.tokens += text
         for n, (heads, before) in self._chains.items():

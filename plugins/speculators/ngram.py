@@ -1,4 +1,4 @@
-"""Proposes what followed the last tokens of a sequence where they stood before, in its prompt or its output."""
+"""Proposes what followed the last tokens of a sequence at an earlier occurrence, in its prompt or its output."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class NgramOptions:
     """Options of ngram, [speculator.options]."""
 
     min_n: int = field(default=2)
-    """Last tokens that must have stood before, at least. More: fewer proposals, of which more are accepted."""
+    """Minimum number of last tokens that must have occurred before. More: fewer proposals, more of them accepted."""
     max_n: int = field(default=4)
-    """Last tokens that are looked up first; then half as many, and so on down to min_n."""
+    """Number of last tokens that are looked up first; then half as many, and so on down to min_n."""
     context: int = field(default=32768)
-    """Last tokens of a sequence that are looked up at least. 72 bytes of memory per token and sequence, at most."""
+    """Minimum number of last tokens of a sequence that are indexed. At most 72 bytes of memory per token."""
 
     @min_n.validator
     @max_n.validator

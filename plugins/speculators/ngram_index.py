@@ -1,4 +1,4 @@
-"""Finds where the last tokens of a growing sequence stood before, in constant time per token."""
+"""Finds an earlier occurrence of the last tokens of a growing sequence, in constant time per token."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class NgramIndex:
     sequence, up to 2 * `context` tokens; then the first tokens are dropped, down to `context`. So memory is at most
     (8 + 32 * len(sizes)) * context bytes.
 
-    A place whose continuation came true for as many tokens as the longest n-gram has is followed for as long as it
-    does, without a look-up: it then agrees in more tokens than any look-up would tell.
+    A place that agrees with the last tokens in as many tokens as the longest n-gram has is followed, without a look-up,
+    until a token differs: a look-up could not find a place that agrees in more.
     """
 
     def __init__(self, sizes: Sequence[int], *, context: int) -> None:
-        """sizes: the values of n, the largest first. context: the last tokens that are indexed at least."""
+        """sizes: the values of n, the largest first. context: minimum number of last tokens that are indexed."""
         self._sizes = tuple(sizes)
         self._context = context
         self._tokens = array(TOKEN_TYPE)
@@ -47,18 +47,18 @@ class NgramIndex:
         self._shift = 64
         self._tables: tuple[npt.NDArray[np.int32], ...] = ()
         self._indexed = 0
-        """The n-grams that end before this place of `_tokens`, or before an earlier one, are in the tables."""
+        """The tables have the n-grams that end before this place of `_tokens`, and before all earlier places."""
         self._source = 0
         """The place that is continued; 0: none."""
         self._followed = 0
-        """How many tokens before `_source` agree with the last ones, as far as they were compared."""
+        """Number of tokens before `_source` that are known to agree with the last tokens."""
         self._compared = 0
         """The place up to which tokens were compared with those at `_source`."""
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take in the tokens of the sequence that are new since the last call. tokens: all of the sequence."""
         known, count = self._dropped + len(self._tokens), len(tokens)
-        if count - known > self._context:  # what is known, or else the beginning, is too long ago
+        if count - known > self._context:  # the known tokens, or the first of the new ones, are outside the context
             known = self._dropped = count - self._context
             self._tokens, self._room, self._source = array(TOKEN_TYPE), 0, 0
         if count - known == 1:
@@ -69,7 +69,7 @@ class NgramIndex:
 
     @property
     def agreement(self) -> int:
-        """How many of the last tokens agree with those before the latest continuation, as far as is known."""
+        """Number of the last tokens that are known to agree with those before the latest continuation."""
         return self._followed if self._source else 0
 
     def last(self, count: int) -> array[int]:
@@ -81,9 +81,9 @@ class NgramIndex:
         return self._tokens[max(start - self._dropped, 0) :]
 
     def continuation(self, limit: int) -> list[int]:
-        """What followed the last tokens where they stood before; at most `limit` tokens, empty if they never did.
+        """What followed the last tokens at an earlier occurrence: at most `limit` tokens, empty if there is none.
 
-        A continuation that reaches the end of the sequence goes on with itself, as a repetition does.
+        A continuation that reaches the end of the sequence goes on from its own beginning, as a repetition does.
         """
         place = self._place() if self._tokens else 0
         if not place:

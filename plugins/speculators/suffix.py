@@ -19,7 +19,7 @@ from engine.plugins.speculators.ngram_index import NgramIndex
 _LONG, _SHORT = 8, 2
 """Numbers of last tokens that are looked up among recent requests."""
 _OWN_SIZES = (4, 2)
-"""The same in the request itself."""
+"""The same, within the request itself."""
 
 
 @frozen(kw_only=True)
@@ -27,13 +27,13 @@ class SuffixOptions:
     """Options of suffix, [speculator.options]."""
 
     tokens: int = field(default=131072)
-    """Tokens of recent outputs that are kept per tenant, at most. 60 bytes of memory each."""
+    """Maximum tokens of recent outputs that are kept per tenant. At most 60 bytes of memory each."""
     tenants: int = field(default=64)
-    """Tenants whose outputs are kept; of a further one, the tenant that was idle longest is forgotten."""
+    """Maximum tenants whose outputs are kept; for a further one, the tenant that was idle longest is forgotten."""
     context: int = field(default=32768)
-    """Last tokens of a sequence itself that are looked up at least. 72 bytes of memory per token and sequence."""
+    """Minimum number of last tokens of a sequence that are indexed. At most 72 bytes of memory per token."""
     min_confidence: float = field(default=0.3)
-    """Share of the places from which a token followed, at least; 0: propose whatever followed."""
+    """Minimum share of the occurrences after which a token followed; 0: propose whatever followed."""
 
     @tokens.validator
     @context.validator

@@ -300,16 +300,15 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
     Metric(
         name="graph_replays",
         kind="counter",
-        help="Steps that ran in CUDA graphs, by kind of step and by size: sequences, or tokens where there are prompts "
-        "or drafts.",
+        help="Steps that ran in CUDA graphs, by kind (decode, verify, prefill) and by size of the graphs: sequences, "
+        "for verify and prefill tokens.",
         labels=("kind", "size"),
         read=_graph_replays,
     ),
     Metric(
         name="graph_padding",
         kind="counter",
-        help="Sequences, or tokens of steps with prefill or drafts, that CUDA graphs computed in vain: their sizes are "
-        "few.",
+        help="Padding that CUDA graphs computed, by kind: sequences, for verify and prefill tokens.",
         labels=("kind",),
         read=_graph_padding,
     ),

@@ -1,4 +1,4 @@
-"""The metrics of speculative decoding: drafts that steps have verified, and what became of them."""
+"""The metrics of speculative decoding: drafts that steps have verified, and those of them that were accepted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.server.metrics.reports import ReplicaReport
 def _counter(
     name: str, text: str, read: Callable[[SpeculationStats], Iterable[Sample]], *labels: str, vllm: str = ""
 ) -> Metric[ReplicaReport]:
-    """A counter that exists if there is a speculator. vllm: vLLM's name."""
+    """A counter that is exported if there is a speculator. vllm: vLLM's name."""
 
     def present(report: ReplicaReport) -> Iterable[Sample]:
         stats = report.engine.stats.speculation
@@ -30,7 +30,7 @@ def _by_position(counts: Iterable[int]) -> list[Sample]:
 SPECULATION_METRICS: tuple[Metric[ReplicaReport], ...] = (
     _counter(
         "speculation_proposals",
-        "Proposals verified, each by one step: with none of its drafts accepted, such a step yields one token.",
+        "Proposals of which a step verified draft tokens: the request gains one token more than were accepted.",
         lambda stats: [((), stats.proposed[0])],
         vllm="spec_decode_num_drafts",
     ),
@@ -65,4 +65,4 @@ SPECULATION_METRICS: tuple[Metric[ReplicaReport], ...] = (
         lambda stats: [((), stats.faults)],
     ),
 )
-"""Without a speculator they export nothing."""
+"""Nothing is exported without a speculator."""

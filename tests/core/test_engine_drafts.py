@@ -195,6 +195,6 @@ def test_requests_go_on_when_the_speculator_fails(
     assert "speculator 'Failing' passed in from Python failed in propose(): LookupError: no table" in caplog.text
 
 
-def test_engine_refuses_a_speculator_that_fails_at_once(checkpoint: Path) -> None:
+def test_engine_refuses_a_speculator_that_fails_in_its_rehearsal(checkpoint: Path) -> None:
     with pytest.raises(PluginFaultError, match=r"'FailingAtOnce'.* failed in propose\(\): LookupError: no table"):
         build(checkpoint, speculator=FailingAtOnce)

@@ -93,7 +93,7 @@ def test_nothing_is_asked_without_a_speculator() -> None:
     assert calls(events, loop.step) == ["plan 2", "submit 2", "commit 1"]
 
 
-def test_steps_are_committed_at_once_without_overlap() -> None:
+def test_steps_are_committed_in_the_turn_that_submits_them_without_overlap() -> None:
     events = Events()
     events.wanted = True
     loop = make(events, steps_ahead=0)

@@ -1,4 +1,4 @@
-"""A speculator that is told what comes next."""
+"""A speculator that a test scripts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.core.speculators import SpeculatedSequence, Speculator
 
 
 class Told(Speculator):
-    """Proposes outputs that a test has told it, by prompt: right, with every third token wrong, or all wrong."""
+    """Proposes the outputs that a test has given by `tell`, by prompt, with no, some or all tokens wrong."""
 
     api = "1"
     outputs: ClassVar[dict[tuple[int, ...], Sequence[int]]] = {}

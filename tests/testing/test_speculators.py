@@ -93,7 +93,7 @@ class Strict(Last):
         (Generator, "test_proposals_are_valid", (0,)),
         (Writes, "test_proposals_are_valid", (0,)),
         (Common, "test_nothing_of_one_tenant_shows_for_another", ()),
-        (Common, "test_requests_that_run_at_once_are_told_apart", ()),
+        (Common, "test_requests_that_run_together_are_kept_apart", ()),
         (Hoards, "test_a_finished_request_is_forgotten", ()),
         (Strict, "test_a_finished_request_is_forgotten", ()),
     ],

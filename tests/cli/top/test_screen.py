@@ -122,7 +122,7 @@ def test_unknown_peaks_say_which_options_give_them() -> None:
     assert "--no-roofline-metrics" in text(lines(STATE, shown(optional=False), 80, None))
 
 
-def test_no_server_commands_the_terminal() -> None:
+def test_text_of_a_server_has_no_control_codes_of_the_terminal() -> None:
     evil = attrs.evolve(shown(), model="\x1b[2Jmodel", events=("\x1b]0;title\x07",))
     assert "\x1b" not in text(lines(STATE, evil, 120, None))
 

@@ -137,20 +137,20 @@ def test_nothing_of_the_model_differs_after_a_profile(engine: Engine) -> None:
 
 
 def test_traces_and_profiles_by_layer_exclude_each_other(engine: Engine, tmp_path: Path) -> None:
-    with pytest.raises(ControlError, match="not profiled; start that first"):
+    with pytest.raises(ControlError, match="no profile by layer is in progress; start one first"):
         engine.call("stop_layers")
     load(engine, count=1)
     engine.call("start_layers")
-    with pytest.raises(ControlError, match="profiled already"):
+    with pytest.raises(ControlError, match="in progress already"):
         engine.call("start_layers")
-    with pytest.raises(ControlError, match=r"the layers are profiled, which has torch\.profiler to itself"):
+    with pytest.raises(ControlError, match=r"a profile by layer uses torch\.profiler now"):
         engine.start_trace(TraceOptions(path=str(tmp_path / "a.json.gz")))
     for _ in range(5):
         engine.step()
     [rank] = engine.call("stop_layers")
     assert rank["steps"] == 2
     engine.start_trace(TraceOptions(path=str(tmp_path / "b.json.gz"), activities=()))
-    with pytest.raises(ControlError, match="a trace is recorded"):
+    with pytest.raises(ControlError, match=r"a trace uses torch\.profiler now"):
         engine.call("start_layers")
     finish(engine)
     engine.stop_trace()

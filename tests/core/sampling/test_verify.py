@@ -243,7 +243,7 @@ def test_the_target_is_the_processed_distribution(settings: dict[str, Any]) -> N
     assert statistic < limit
 
 
-def test_probabilities_that_say_nothing_is_left_fall_back_to_the_target() -> None:
+def test_a_rejected_draft_is_replaced_from_the_target_when_p_and_q_are_equal() -> None:
     """A draft of probability 0 in the target, whose drafter claims the target's own distribution."""
     scores = torch.tensor([[0.0, 0.0, -float("inf")]]).expand(2, -1)
     q = torch.tensor([[[0.5, 0.5, 0.0]]])

@@ -139,6 +139,6 @@ def test_costs_are_interpolated_or_padded_and_never_fall() -> None:
 
 
 @pytest.mark.parametrize("measured", [[], [(1, 5.0)], [(1, 5.0), (1, 6.0)], [(0, 1.0), (1, 2.0)], [(1, 0.0), (2, 1.0)]])
-def test_costs_that_say_nothing_are_refused(measured: list[tuple[int, float]]) -> None:
+def test_costs_need_two_numbers_of_rows_and_positive_times(measured: list[tuple[int, float]]) -> None:
     with pytest.raises(ConfigError, match="two or more numbers of rows"):
         StepCosts(measured)

@@ -100,8 +100,8 @@ def test_one_step_that_was_disturbed_changes_little() -> None:
     assert costs.table(10)[10] < 22
 
 
-def test_times_that_were_measured_wrong_are_found_out() -> None:
-    """At start, drafts seemed to take ten times as long as they do; a trial now and then corrects that."""
+def test_times_that_were_measured_wrong_are_corrected_by_probes() -> None:
+    """At start, drafts seemed to take ten times as long as they do; probes correct that."""
     plain_costs = StepCosts([(1, 1.0), (64, 1.1)])
     lengths = DraftLengths(StepCosts([(1, 10.0), (64, 11.0)]), 4, plain=plain_costs)
     drafts = []

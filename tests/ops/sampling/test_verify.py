@@ -97,7 +97,7 @@ def test_drafts_are_accepted_and_replaced_as_by_torch(slices: int, k: int, vocab
     assert torch.equal(max_logits.cpu(), case.logits.amax(dim=1))
 
 
-def test_results_are_booked_and_other_sequences_left_alone() -> None:
+def test_results_are_stored_and_other_sequences_left_alone() -> None:
     case = Case(5, 2, 30, seed=2)
     before = case.table.num_outputs.clone()
     counts, tokens, _ = case.verify()
@@ -174,7 +174,7 @@ def test_offsets_move_the_number_that_a_row_draws_by() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_matching_drafts_are_counted_and_booked(seed: int) -> None:
+def test_matching_drafts_are_counted_and_advance_their_sequences(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     slices, k = 20, 4
     drafts = torch.randint(-1, 3, (slices, k), generator=generator)

@@ -1,4 +1,4 @@
-"""ngram: what followed the last tokens where they stood before, against a search through all tokens."""
+"""ngram: what followed the last tokens at an earlier occurrence, against a search through all tokens."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_tokens_before_the_context_are_forgotten_and_memory_stays_bounded() -> N
     assert speculator.propose(seen, 2) == tokens[-20:-18]
 
 
-def test_a_long_text_that_comes_at_once_is_indexed_from_its_last_tokens_on() -> None:
+def test_a_long_text_that_comes_in_one_call_is_indexed_from_its_last_tokens_on() -> None:
     tokens = [1, 2, 3, *range(100, 400), 5, 6, 7, *range(500, 520), 5, 6]
     assert ngram(context=64).propose(sequence(tokens), 2) == [7, 500]
     assert ngram(context=64).propose(sequence([*tokens, 1, 2]), 2) == []
