@@ -5,6 +5,7 @@
 Three loads, with the tokenizer of the demo model:
 
 - edits: commits of this repository that change a Python file. Prompt: the file before; output: the file after.
+  "prediction": the file before as a predicted output, without a speculator.
 - calls: lists of tool calls with random arguments, as JSON. Prompt: random letters; output: the list.
 - files: test files of this repository. Prompt: the first 60 tokens; output: the rest.
 
@@ -21,15 +22,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.cli.bench.report import Row, report, write
 from engine.core.config import demo_model
 from engine.core.device import find_device
-from engine.core.speculators import SpeculatedSequence, Speculator, SpeculatorSpec
+from engine.core.speculators import PredictedOutput, SpeculatedSequence, Speculator, SpeculatorSpec
 from engine.core.text import Tokenizer
+from engine.core.tokens import Tokens
 from engine.plugins.speculators.ngram import Ngram, NgramOptions
 from engine.plugins.speculators.suffix import Suffix, SuffixOptions
 
@@ -111,6 +113,20 @@ def replay(speculator: Speculator[Any], requests: list[Request], drafts: int) ->
     return made / steps, accepted / max(proposed, 1), statistics.median(times)
 
 
+class Predicting(Speculator[None]):
+    """Proposes from the prompt as the predicted output."""
+
+    api = "1"
+    _number = ""
+
+    def propose(self, sequence: SpeculatedSequence, limit: int) -> Sequence[int]:
+        if sequence.request_id != self._number:
+            self._number, self._output = sequence.request_id, list[int]()
+            self._prediction = PredictedOutput(Tokens(sequence.tokens[: sequence.prompt_length]))
+        self._output += sequence.tokens[sequence.prompt_length + len(self._output) :]
+        return self._prediction.propose(self._output, limit)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drafts", type=int, default=5)
@@ -121,10 +137,13 @@ def main() -> int:
     results = []
     for load in (edits, calls, files):
         requests = list(load(tokenizer))
-        for name, speculator in (
-            ("ngram", Ngram(spec, NgramOptions())),
-            ("suffix", Suffix(spec, SuffixOptions())),
-        ):
+        speculators: dict[str, Speculator[Any]] = {
+            "ngram": Ngram(spec, NgramOptions()),
+            "suffix": Suffix(spec, SuffixOptions()),
+        }
+        if load is edits:
+            speculators["prediction"] = Predicting(spec)
+        for name, speculator in speculators.items():
             per_step, acceptance, seconds = replay(speculator, requests, args.drafts)
             case = f"{load.__name__}, {name}"
             print(

@@ -297,12 +297,13 @@ class Engine:
         if self._loop.failure:
             raise self._unusable()
         check_request(request)
-        prompt = np.frombuffer(request.prompt.pack(), np.uint32)  # unsigned, so that a negative id is too large as well
-        if prompt.max(initial=0) >= self.vocab_size:
-            token = request.prompt[int(prompt.argmax())]
-            raise InvalidRequestError(
-                f"the prompt holds token {token}, but the model's vocabulary has {self.vocab_size}", "prompt"
-            )
+        for name, given in (("prompt", request.prompt), ("prediction", request.prediction)):
+            ids = np.frombuffer(given.pack(), np.uint32)  # unsigned, so that a negative id is too large as well
+            if ids.max(initial=0) >= self.vocab_size:
+                token = given[int(ids.argmax())]
+                raise InvalidRequestError(
+                    f"the {name} holds token {token}, but the model's vocabulary has {self.vocab_size}", name
+                )
         for name, tokens in (
             ("logit_bias", (token for token, _ in request.params.logit_bias)),
             ("stop_token_ids", iter(request.params.stop_token_ids)),

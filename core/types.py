@@ -124,18 +124,28 @@ def _grammar(_: Any, attribute: Any, value: Any) -> None:
         raise InvalidRequestError(f"grammar must be a Grammar(...), not {shortened(value)}", attribute.name)
 
 
-def _prompt(value: Any) -> Any:
-    """An attrs converter: packs a list or tuple of token ids. Raises InvalidRequestError for other things in it."""
+def _packed(name: str, value: Any) -> Any:
+    """A list or tuple of token ids as Tokens. Raises InvalidRequestError for other things in it."""
     if not isinstance(value, (list, tuple)):
         return value
     try:
         return Tokens(value)
     except TypeError:
         wrong = next(each for each in value if not isinstance(each, int))
-        raise InvalidRequestError(f"prompt must hold token ids, not {shortened(wrong)}", "prompt") from None
+        raise InvalidRequestError(f"{name} must hold token ids, not {shortened(wrong)}", name) from None
     except OverflowError:
         wrong = max(value, key=abs)
-        raise InvalidRequestError(f"the prompt holds {wrong}, which is no token id", "prompt") from None
+        raise InvalidRequestError(f"the {name} holds {wrong}, which is no token id", name) from None
+
+
+def _prompt(value: Any) -> Any:
+    """An attrs converter."""
+    return _packed("prompt", value)
+
+
+def _prediction(value: Any) -> Any:
+    """An attrs converter."""
+    return _packed("prediction", value)
 
 
 def _tokens(value: Sequence[int]) -> Tokens:
@@ -216,6 +226,14 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
+    def no_drafts_because(self) -> str:
+        """What makes the next token depend on more than the tokens before, so that there are no drafts; empty: nothing
+        does."""
+        if self.grammar is not None:
+            return "a grammar that the output must match"
+        return "penalties" if self.has_penalties else ""
+
+    @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken: by temperature (0 or nearly 0), or by top_k = 1."""
         return self.temperature < GREEDY_BELOW_TEMPERATURE or self.top_k == 1
@@ -240,6 +258,11 @@ class Request:
     """Requests share prefix cache entries only if their salts are equal."""
     cache_key: str = field(default="", validator=_of_type(str, "a string"))
     """Requests with the same key likely share a prefix, so a server sends them to the same replica. Empty: no key."""
+    prediction: Tokens = field(
+        default=Tokens(), converter=_prediction, validator=_of_type(Tokens, "a tuple of token ids")
+    )
+    """What the output most likely is, given as a tuple or list, too: proposed where the output agrees, next to what the
+    speculator proposes. Changes no token. Empty: no prediction."""
 
 
 @frozen(kw_only=True)
@@ -403,6 +426,9 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     """With the last output only: tokens generated in all."""
     preemptions: int = 0
     """With the last output only: how often the request was preempted."""
+    prediction_tokens: tuple[int, int] | None = None
+    """Of a request with a prediction: how many tokens of it were verified so far and are in the output, and how many
+    were verified and are not. None without a prediction; also with an output by which neither has changed."""
 
 
 @frozen(kw_only=True)

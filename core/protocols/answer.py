@@ -57,16 +57,23 @@ class Usage:
     """Tokens of the prompts whose keys and values were in the prefix cache."""
     reasoning_tokens: int | None = None
     """None: the output is not parsed."""
+    prediction_tokens: tuple[int, int] | None = None
+    """How many tokens of a predicted output were verified and are in the output, and how many were verified and are
+    not. None: none was predicted."""
 
     def body(self) -> dict[str, object]:
         """The JSON object `usage` of completions and chat completions."""
-        parsed = self.reasoning_tokens is not None
+        details: dict[str, int] = {}
+        if self.reasoning_tokens is not None:
+            details["reasoning_tokens"] = self.reasoning_tokens
+        if self.prediction_tokens is not None:
+            details["accepted_prediction_tokens"], details["rejected_prediction_tokens"] = self.prediction_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        } | ({"completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}} if parsed else {})
+        } | ({"completion_tokens_details": details} if details else {})
 
 
 @define

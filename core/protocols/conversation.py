@@ -39,6 +39,7 @@ class ParameterNames:
     grammar: str = "response_format"
     effort: str = "reasoning_effort"
     variables: str = "chat_template_kwargs"
+    prediction: str = "prediction"
 
 
 @frozen(kw_only=True)
@@ -76,6 +77,8 @@ class Conversation:
     """Prefixes are shared only with requests of the same salt."""
     cache_key: str | None = None
     """Requests of one key go to the same replica, if it is not overloaded."""
+    prediction: str | None = None
+    """What the answer most likely is, without reasoning: saves time where it is, and changes nothing. None: unknown."""
     names: ParameterNames = attrs.field(factory=ParameterNames)
 
 

@@ -11,6 +11,7 @@ from engine.core.schedulers.step_plan import StepPlan
 from engine.core.speculators.base import SpeculatedSequence
 from engine.core.speculators.checked_speculator import CheckedSpeculator
 from engine.core.speculators.draft_lengths import DraftLengths
+from engine.core.speculators.predicted_output import PredictedOutput
 from engine.core.types import DraftSlice, SpeculationStats
 
 
@@ -20,6 +21,8 @@ class Drafting:
     A request with drafts is not among the decoding sequences in the step that verifies them: how many tokens it gains
     is known when the result is committed. It is back among them when the next step is planned (`resume`). So all others
     advance by the step counter alone, as without a speculator.
+
+    What a request's own prediction proposes comes before what the speculator does.
 
     Drafts take what decodes and prefill chunks leave of a step's budget, and blocks that are available: no request
     waits or is preempted for them.
@@ -38,6 +41,8 @@ class Drafting:
 
         No request has drafts before its min_tokens either, since the sampler bans the tokens that end it for a step.
         """
+        self._predictions: dict[str, PredictedOutput] = {}
+        """By request id, of the requests that have one."""
         self._planned: dict[RequestState, tuple[int, ...]] = {}
         """Drafts of the step being planned."""
         self._verifying: dict[int, RequestState] = {}
@@ -138,14 +143,19 @@ class Drafting:
         self._positions.clear()
         return positions
 
-    def verified(self, state: RequestState, proposed: int, accepted: int) -> None:
-        """Count the drafts of a request that were verified and those of them that were accepted."""
+    def verified(self, state: RequestState, proposed: int, tokens: tuple[int, ...]) -> None:
+        """Count the drafts of a request that were verified. tokens: those of them that were accepted, and the token
+        after them."""
+        accepted = len(tokens) - 1
         state.accept_drafts(accepted)
         self._verified[proposed] += 1
         self._accepted[accepted] += 1
         if self._lengths is not None:
             self._lengths.record(state.id, proposed, accepted)
-        if self._speculator.learns:
+        prediction = self._predictions.get(state.id) if self._predictions else None
+        if prediction is not None and prediction.proposed:
+            state.count_prediction(tokens, proposed)
+        elif self._speculator.learns:
             self._speculator.accepted(state.id, proposed, accepted)
 
     def give_back(self, state: RequestState) -> None:
@@ -158,6 +168,7 @@ class Drafting:
     def forget(self, state: RequestState) -> None:
         """Forget a request that has ended."""
         self._sequences.pop(state.id, None)
+        self._predictions.pop(state.id, None)
         self._speculator.finished(state.id)
         if self._lengths is not None:
             self._lengths.finished(state.id)
@@ -173,6 +184,8 @@ class Drafting:
             sequence = self._sequences[state.id]
         except KeyError:
             sequence = self._sequences[state.id] = _speculated(state)
+            if sequence is not None and state.request.prediction:
+                self._predictions[state.id] = PredictedOutput(state.request.prediction)
         if sequence is None or state.output_len < state.params.min_tokens:
             return ()
         limit = min(room, self._max_drafts, state.max_output - state.sampled - 1)
@@ -180,12 +193,16 @@ class Drafting:
             limit = min(limit, self._lengths.limit(state.id))
         if limit <= 0:
             return ()
+        if self._predictions and (prediction := self._predictions.get(state.id)) is not None:
+            found = prediction.propose(state.output, limit)
+            if found:
+                return found
         return self._speculator.propose(sequence, limit)
 
 
 def _speculated(state: RequestState) -> SpeculatedSequence | None:
     """A request as the speculator sees it; None: it has no drafts, since its next token depends on those before it."""
-    if state.params.grammar is not None or state.params.has_penalties:
+    if state.params.no_drafts_because:
         return None
     return SpeculatedSequence(
         request_id=state.id,

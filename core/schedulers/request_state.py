@@ -52,6 +52,7 @@ class RequestState:
         "next_event",
         "output",
         "params",
+        "prediction_tokens",
         "preemptions",
         "preemptions_for_waiting",
         "prefill_len",
@@ -92,6 +93,7 @@ class RequestState:
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.prediction_tokens = (0, 0) if request.prediction else None  # Output.prediction_tokens
         self.preemptions = 0
         self.preemptions_for_waiting = 0  # preemptions in favour of waiting requests since the last token
         self.finished = False
@@ -182,6 +184,13 @@ class RequestState:
         self._computed += 1
         self._sampled += 1
 
+    def count_prediction(self, tokens: tuple[int, ...], proposed: int) -> None:
+        """Count drafts that were tokens of the prediction. tokens: those that came of it, yet to be appended."""
+        assert self.prediction_tokens is not None, "the request has no prediction"
+        accepted, rejected = self.prediction_tokens
+        kept = min(len(tokens) - 1, len(self._until_stop(tokens)[0]))
+        self.prediction_tokens = (accepted + kept, rejected + proposed - kept)
+
     def accept_drafts(self, count: int) -> None:
         """Count the drafts accepted in a step that was counted by `plan_drafts`."""
         self._sampled += count
@@ -238,6 +247,7 @@ class RequestState:
             times=self._times(now) if first or reason else None,
             num_tokens=len(self.output) if reason else 0,
             preemptions=self.preemptions if reason else 0,
+            prediction_tokens=self.prediction_tokens,
         )
 
     def _until_stop(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:

@@ -49,6 +49,7 @@ from engine.core.schedulers.step_plan import StepPlan
 from engine.core.schedulers.step_planner import StepPlanner
 from engine.core.speculators.checked_speculator import CheckedSpeculator
 from engine.core.speculators.draft_lengths import DraftLengths
+from engine.core.speculators.predicted_output import check_prediction
 from engine.core.types import (
     FINISH_ABORT,
     FINISH_ERROR,
@@ -170,6 +171,14 @@ class Scheduler:
         block_size = self._blocks.block_size
         limit = max_output(request, max_len=self._max_len, cache_tokens=self._blocks.max_tokens)
         params = request.params
+        if request.prediction:
+            check_prediction(params, speculates=self.speculates)
+            if len(request.prediction) > self._max_len:
+                raise InvalidRequestError(
+                    f"a prediction of {len(request.prediction)} tokens exceeds {self._max_len} tokens, the longest "
+                    "context; shorten it",
+                    "prediction",
+                )
         if params.seed is None:
             params = attrs.evolve(params, seed=secrets.randbelow(MAX_SEED))
         stop_tokens = self._eos_tokens if not params.ignore_eos else frozenset()
@@ -378,13 +387,19 @@ class Scheduler:
         ):
             if state.finished:
                 continue
-            self._drafting.verified(state, len(part.tokens) - 1, len(tokens) - 1)
+            self._drafting.verified(state, len(part.tokens) - 1, tokens)
             known = state.output
             if len(known) + len(tokens) < state.next_check_len and state.stop_tokens.isdisjoint(tokens):
                 known += tokens
                 self._generation_tokens += len(tokens)
                 outputs.append(
-                    Output(request=state.id, tokens=tokens, logprobs=entries, cached_tokens=state.cached_tokens)
+                    Output(
+                        request=state.id,
+                        tokens=tokens,
+                        logprobs=entries,
+                        cached_tokens=state.cached_tokens,
+                        prediction_tokens=state.prediction_tokens,
+                    )
                 )
             else:
                 outputs.append(self._append(state, tokens, entries, now))

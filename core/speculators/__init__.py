@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     )
     from engine.core.speculators.checked_speculator import CheckedSpeculator as CheckedSpeculator
     from engine.core.speculators.draft_lengths import DraftLengths as DraftLengths
+    from engine.core.speculators.predicted_output import (
+        PredictedOutput as PredictedOutput,
+        check_prediction as check_prediction,
+    )
     from engine.core.speculators.step_costs import StepCosts as StepCosts
     from engine.core.speculators.step_timing import StepTiming as StepTiming
 
@@ -24,6 +28,10 @@ __getattr__, __dir__, __all__ = exports(
     ),
     checked_speculator=("CheckedSpeculator",),
     draft_lengths=("DraftLengths",),
+    predicted_output=(
+        "PredictedOutput",
+        "check_prediction",
+    ),
     step_costs=("StepCosts",),
     step_timing=("StepTiming",),
 )

@@ -53,7 +53,9 @@ class _Route:
 
     front_end: _FrontEnd
     number: int
-    has_outputs: bool = False
+    in_columns: bool | None = None
+    """Whether outputs with nothing but tokens go into the columns: not if tokens of a prediction are counted. None
+    before the first output, which is never there."""
     held: _Held | None = None
 
 
@@ -125,7 +127,7 @@ class OutputRoutes:
             if route.held is not None:
                 route.held.outputs.append(output)
                 continue
-            if route.has_outputs and output.finish_reason is None and not output.logprobs:
+            if route.in_columns and output.finish_reason is None and not output.logprobs:
                 tokens = output.tokens
                 front_end.numbers.append(route.number)
                 front_end.counts.append(len(tokens))
@@ -147,7 +149,8 @@ class OutputRoutes:
     def _put(self, route: _Route, output: Output) -> None:
         """Add a whole output to the front end's next message."""
         route.front_end.full.append((route.number, output))
-        route.has_outputs = True
+        if route.in_columns is None:
+            route.in_columns = output.prediction_tokens is None
         if output.finish_reason is not None:
             del self._routes[output.request], route.front_end.requests[route.number]
 

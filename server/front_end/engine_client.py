@@ -425,12 +425,12 @@ def _observe_latency(metrics: ReplicaMetrics, now: float, last_token: float, cou
 
 
 def _batches(requests: Sequence[Request], indices: Iterable[int]) -> Iterator[list[int]]:
-    """Group the indices of requests in order, so that the prompts of each group but the last have MAX_TOKENS tokens."""
+    """Group the indices of requests in order, so that the texts of each group but the last have MAX_TOKENS tokens."""
     batch: list[int] = []
     tokens = 0
     for index in indices:
         batch.append(index)
-        tokens += len(requests[index].prompt)
+        tokens += len(requests[index].prompt) + len(requests[index].prediction)
         if tokens >= MAX_TOKENS:
             yield batch
             batch, tokens = [], 0

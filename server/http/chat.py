@@ -63,6 +63,7 @@ async def _respond(service: Service, body: ChatBody) -> SendResponse:
         priority=body.priority or 0,
         salt=body.cache_salt,
         cache_key=body.prompt_cache_key,
+        prediction=None if body.prediction is None else body.prediction.text,
         names=ParameterNames(max_tokens=max_tokens_name, grammar=parameter_of_grammar(body)),
     )
     name = f"chatcmpl-{uuid.uuid4().hex}"

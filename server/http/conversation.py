@@ -16,6 +16,8 @@ import attrs
 
 from engine.core.parsers import EFFORT, reasoning_switch, template_variables as variables_of
 from engine.core.protocols import AnswerWriter, Conversation
+from engine.core.speculators import check_prediction
+from engine.core.tokens import Tokens
 from engine.core.types import SamplingParams
 from engine.server.front_end.errors import excerpt
 from engine.server.http import params as parameters
@@ -55,6 +57,10 @@ async def respond(
     params = parameters.with_max_tokens(
         max_tokens, names.max_tokens, default, params, len(prompt.tokens), service.max_len
     )
+    prediction = Tokens()
+    if conversation.prediction is not None:
+        check_prediction(params, speculates=service.speculates)
+        prediction = await service.encode_prediction(conversation.prediction, names.prediction)
     requests = service.requests(
         name,
         [prompt.tokens],
@@ -63,6 +69,7 @@ async def respond(
         priority=conversation.priority,
         salt=conversation.salt or "",
         cache_key=conversation.cache_key or "",
+        prediction=prediction,
     )
     return Job(
         service,

@@ -83,6 +83,9 @@ class Generation:
         """The events of a delta that is being built."""
         self._prompt_tokens = sum(len(request.prompt) for request in requests)
         self._cached_tokens = 0
+        predicted = any(request.prediction for request in requests)
+        self._predictions = dict.fromkeys(self.running, (0, 0)) if predicted else None
+        """Output.prediction_tokens of each choice; None: no output is predicted."""
         self.trace: GenerationTrace | None = None
         """Where times and counts are recorded; None: the request is not traced."""
 
@@ -114,7 +117,11 @@ class Generation:
         """Token counts so far."""
         completion_tokens = sum(detokenizer.num_tokens for detokenizer in self._detokenizers.values())
         reasoning = None if self._format is None else sum(one.reasoning_tokens for one in self._parsed.values())
-        return Usage(self._prompt_tokens, completion_tokens, self._cached_tokens, reasoning)
+        prediction = None
+        if self._predictions is not None:
+            counts = self._predictions.values()
+            prediction = (sum(accepted for accepted, _ in counts), sum(rejected for _, rejected in counts))
+        return Usage(self._prompt_tokens, completion_tokens, self._cached_tokens, reasoning, prediction)
 
     async def next(self) -> list[Delta]:
         """Wait for outputs; at most one delta per choice. Raises ApiError when a choice failed."""
@@ -253,6 +260,8 @@ class Generation:
             if self.trace is not None:
                 self.trace.begin_choice(choice, output.times, output.cached_tokens, first)
         piece = detokenizer.feed(output)
+        if output.prediction_tokens is not None and self._predictions is not None:
+            self._count_prediction(choice, output.prediction_tokens, len(piece.tokens))
         delta.text += piece.text
         delta.offsets += piece.offsets
         delta.logprobs += piece.logprobs
@@ -273,6 +282,16 @@ class Generation:
                 delta.events += parsed.end()
             elif parsed.ended:
                 delta.finish_reason = self._stop(choice)
+
+    def _count_prediction(self, choice: int, counts: tuple[int, int], kept: int) -> None:
+        """Take in the `prediction_tokens` of an output, of whose tokens the first `kept` are not behind a stop string.
+
+        Its accepted tokens are the first ones; those behind count as rejected.
+        """
+        assert self._predictions is not None
+        before = self._predictions[choice][0]
+        accepted = before + min(counts[0] - before, kept)
+        self._predictions[choice] = (accepted, sum(counts) - accepted)
 
     def _begin_parsing(self, choice: int) -> frozenset[int]:
         """Parse the output of a choice if it is to be; the special tokens that stay in its text."""

@@ -223,7 +223,15 @@ def _responses(service: Service) -> dict[str, Schema]:
             completion_tokens=COUNT,
             total_tokens=COUNT,
             prompt_tokens_details=_object(cached_tokens=COUNT),
-            optional={"completion_tokens_details": _object(reasoning_tokens=COUNT)},
+            optional={
+                "completion_tokens_details": _object(
+                    optional={
+                        "reasoning_tokens": COUNT,
+                        "accepted_prediction_tokens": COUNT,
+                        "rejected_prediction_tokens": COUNT,
+                    }
+                )
+            },
         ),
         "Completion": _object(
             **head,

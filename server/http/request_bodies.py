@@ -13,7 +13,7 @@ from engine.core.protocols import NUMBERS_PER_VALUE, explain, surely_fits, value
 from engine.server.front_end.errors import ApiError
 from engine.server.http.chat_tools import Tool
 from engine.server.http.errors import invalid
-from engine.server.http.messages import Message
+from engine.server.http.messages import Message, TextPart
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -79,6 +79,18 @@ class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
     suffix: None = None
 
 
+class Prediction(msgspec.Struct, forbid_unknown_fields=True):
+    """`prediction` of chat: what the answer most likely is."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
@@ -93,6 +105,7 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None
     # Parameters of which only values that ask for nothing are accepted, or that say who asks.
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -104,7 +117,6 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     function_call: None = None
     functions: None = None
     modalities: None = None
-    prediction: None = None
     verbosity: None = None
     web_search_options: None = None
 

@@ -33,6 +33,7 @@ from engine.server.shared.metrics_table import FrontEndPhase
 P = ParamSpec("P")
 T = TypeVar("T")
 
+NO_TOKENS = Tokens()
 TEMPLATE_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 """Parameters of Tokenizer.chat, which chat_template_kwargs must not contain."""
 THREAD_CHARS = 8192
@@ -82,6 +83,8 @@ class Service:
         self.client = client
         self.tokenizer = tokenizer
         self.name = served_name(config)
+        self.speculates = bool(config.speculator.name)
+        """Whether steps verify drafts."""
         self._prefix_caching = config.cache.prefix_caching
         self.max_grammar_chars = config.grammar.max_chars
         self.revision = config.model.revision or None
@@ -156,11 +159,12 @@ class Service:
         priority: int = 0,
         salt: str = "",
         cache_key: str = "",
+        prediction: Tokens = NO_TOKENS,
     ) -> list[Request]:
         """One engine request per prompt, with its `params`.
 
         name: ID of the HTTP request. n: choices per prompt. salt: prefixes are shared only with requests of the same.
-        cache_key: requests of one key go to the same replica, if it is not overloaded.
+        cache_key: requests of one key go to the same replica, if it is not overloaded. prediction: of each output.
         Raises ApiError for more choices than the server ever accepts.
         """
         now = time.monotonic()
@@ -180,15 +184,27 @@ class Service:
                 arrival=now,
                 salt=salt,
                 cache_key=cache_key,
+                prediction=prediction,
             )
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Tokenize `text`; special: add special tokens. Raises ApiError for a text that the context cannot hold."""
+    async def encode(self, text: str, *, special: bool = True, param: str | None = None) -> list[int]:
+        """Tokenize `text`; special: add special tokens; param: where it stands in the request.
+
+        Raises ApiError for a long text that the context cannot hold.
+        """
         if len(text) < THREAD_CHARS:
             return self._timed("tokenize", self.tokenizer.encode)(text, add_special_tokens=special)
-        return await self._in_thread("tokenize", partial(self._encode_long, text, special))
+        return await self._in_thread("tokenize", partial(self._encode_long, text, special, param))
+
+    async def encode_prediction(self, text: str, param: str) -> Tokens:
+        """Tokenize an output that is predicted; param: where it stands in the request. Raises ApiError for one that the
+        context cannot hold."""
+        tokens = await self.encode(text, special=False, param=param)
+        if len(tokens) > self.max_len:
+            raise self._too_long(f"the predicted output has {len(tokens)}", param)
+        return Tokens(tokens)
 
     async def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize several prompts, one after another, so that other clients' texts get their turns. See `encode`."""
@@ -283,15 +299,15 @@ class Service:
         self._check_length(text)
         return ChatPrompt(text, self._token_cache.encode(text, salt))
 
-    def _encode_long(self, text: str, special: bool = True) -> list[int]:
+    def _encode_long(self, text: str, special: bool = True, param: str | None = None) -> list[int]:
         """Tokenize a text of any length in a time that is bounded by the context's. Raises ApiError."""
-        self._check_length(text)
+        self._check_length(text, param)
         return self.tokenizer.encode(text, add_special_tokens=special)
 
-    def _check_length(self, text: str) -> None:
+    def _check_length(self, text: str, param: str | None = None) -> None:
         """Raise ApiError for a text that surely has more tokens than the context holds."""
         if len(text) > self.max_len * LONG_TOKEN_CHARS and self.tokenizer.exceeds(text, self.max_len):
-            raise self._too_long(f"a text has {len(text)} characters, which are more tokens")
+            raise self._too_long(f"a text has {len(text)} characters, which are more tokens", param)
 
     def _too_long(self, reason: str, param: str | None = None) -> ApiError:
         message = f"this model's context holds {self.max_len} tokens, but {reason}; send less"

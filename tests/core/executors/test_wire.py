@@ -60,6 +60,8 @@ MESSAGES = [
         times=types.RequestTimes(arrival=1.0, scheduled=2.0, first_token=3.0, finished=4.0),
     ),
     types.Output(request="b", finish_reason="error", error="a sentence"),
+    types.Output(request="c", tokens=(1,), prediction_tokens=(3, 1)),
+    types.Request(id="d", prompt=(1, 2), prediction=(3, 4)),
     types.CacheInfo(
         num_blocks=8,
         block_size=16,

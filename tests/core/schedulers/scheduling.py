@@ -62,7 +62,7 @@ def cache_info(*, num_blocks: int, block_size: int, **fields: Any) -> CacheInfo:
 def request(name: str, prompt: int | Sequence[int] = 3, **fields: Any) -> Request:
     """A request with these prompt tokens, or this many unique ones. fields: of Request or of SamplingParams."""
     tokens = tuple(hash_tokens(name, prompt)) if isinstance(prompt, int) else tuple(prompt)
-    own = {key: fields.pop(key) for key in ("priority", "arrival", "salt") if key in fields}
+    own = {key: fields.pop(key) for key in ("priority", "arrival", "salt", "prediction") if key in fields}
     return Request(id=name, prompt=tokens, params=SamplingParams(**fields), **own)
 
 

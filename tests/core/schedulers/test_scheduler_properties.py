@@ -192,6 +192,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt_logprobs=data.draw(st.sampled_from([None, None, None, 0])),
         )
         priority = data.draw(st.integers(0, 2))
+        prediction: tuple[int, ...] | None = None
         for _ in range(same):
             self.now += 1
             request = Request(
@@ -202,10 +203,22 @@ class SchedulerMachine(RuleBasedStateMachine):
                 arrival=self.now,
                 salt=str(salt),
             )
+            if prediction is None:
+                prediction = self.draw_prediction(data, request)
+            request = evolve(request, prediction=prediction)
             self.count += 1
             self.live[request.id] = request
             self.outputs[request.id] = []
             self.scheduler.add(request)
+
+    def draw_prediction(self, data: st.DataObject, request: Request) -> tuple[int, ...]:
+        """Half of the time the output with some tokens in between, else none."""
+        if not self.scheduler.speculates or data.draw(st.booleans()):
+            return ()
+        tokens, _ = expected_output(request, self.longest)
+        at = data.draw(st.integers(0, len(tokens)))
+        others = data.draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=2))
+        return (*tokens[:at], *others, *tokens[at:])[: self.longest]
 
     @rule(turns=st.integers(1, 6))
     def run(self, turns: int) -> None:

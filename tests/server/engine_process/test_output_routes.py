@@ -52,6 +52,17 @@ def test_outputs_with_more_than_tokens_are_sent_in_full() -> None:
     assert list(routes.group([plain, Output(request="a", tokens=(9,))], None)) == [(A, Outputs([2], [1], [4], []))]
 
 
+def test_outputs_of_a_request_with_a_prediction_are_sent_in_full() -> None:
+    routes = make_routes()
+    routes.add(A, 0, ["a"])
+    for output in (
+        Output(request="a", tokens=(1,), prediction_tokens=(0, 0)),
+        Output(request="a", tokens=(2,)),
+        Output(request="a", tokens=(3, 4), prediction_tokens=(1, 2)),
+    ):
+        assert dict(routes.group([output], None)) == {A: Outputs([], [], [], [(0, output)])}
+
+
 def test_log_probabilities_of_a_prompt_are_sent_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_routes, "PACK_SECONDS", math.inf)  # all slices in one call
     routes = make_routes()

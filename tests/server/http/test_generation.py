@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from engine.core.protocols import Delta
-from engine.core.types import Output, Request
+from engine.core.types import Output, Request, SamplingParams
 from engine.server.front_end.engine_client import RequestGroup
 from engine.server.front_end.phase_times import PhaseTimes
 from engine.server.http import generation as module
@@ -77,6 +77,29 @@ def fill(client: GroupOnly) -> None:
 
 
 EVENTS = b'<0a> <1a> <2a> 0:"b" 1:"b" 2:"b" <0c> <1c> <2c> '
+
+
+def test_usage_counts_the_tokens_of_predictions_up_to_a_stop_string(client: GroupOnly) -> None:
+    asked = Request(id="x", prompt=(1,), prediction=tuple(b"abcdef"), params=SamplingParams(stop=("d",)))
+    with Generation(cast("Any", client), cast("Any", ByteTokenizer("")), [asked], choices_per_prompt=2) as generation:
+        assert generation.usage.prediction_tokens == (0, 0)
+        for choice, tokens, counts in (
+            (0, b"a", (0, 0)),
+            (1, b"z", (0, 0)),
+            (1, b"z", (0, 3)),
+            (0, b"bcdef", (4, 0)),
+            (1, b"z", None),
+        ):
+            output = Output(request="x", tokens=tuple(tokens), prediction_tokens=counts)
+            client.group.put(choice, tuple(tokens), output)
+        take_all(generation)
+        usage = generation.usage
+    assert generation.running == {1}
+    assert (usage.completion_tokens, usage.prediction_tokens) == (7, (3, 4))
+    assert usage.body()["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 3,
+        "rejected_prediction_tokens": 4,
+    }
 
 
 def test_events_are_built_in_one_call_when_there_is_time(

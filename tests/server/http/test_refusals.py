@@ -43,6 +43,13 @@ def test_a_refusal_repeats_at_most_a_line_of_the_request(http: httpx.Client, pat
     assert all(len(value) < 1000 for value in response.headers.values())
 
 
+def test_a_prediction_is_refused_without_a_speculator(http: httpx.Client) -> None:
+    response = http.post("/v1/chat/completions", json=CHAT | {"prediction": {"type": "content", "content": ""}})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "prediction")
+    assert "--speculator auto" in error["message"]
+
+
 @pytest.mark.parametrize("path", [f"/v1/models/{LONG}", f"/health?deep={LONG}", f"/{LONG}", f"/v1/models?x={LONG}"])
 def test_a_refused_get_repeats_at_most_a_line_of_its_target(http: httpx.Client, path: str) -> None:
     assert len(http.get(path).content) < 1000

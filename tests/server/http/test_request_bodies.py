@@ -47,6 +47,28 @@ def test_forms_of_a_prompt(prompt: Any) -> None:
     assert decode(msgspec.json.encode(COMPLETION | {"prompt": prompt}), CompletionBody).prompt == prompt
 
 
+@pytest.mark.parametrize("content", ["def f():", [{"type": "text", "text": "def "}, {"type": "text", "text": "f():"}]])
+def test_forms_of_a_prediction(content: Any) -> None:
+    body = decode(msgspec.json.encode(CHAT | {"prediction": {"type": "content", "content": content}}), ChatBody)
+    assert body.prediction is not None
+    assert body.prediction.text == "def f():"
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ("def f():", "prediction"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "tokens", "content": "x"}, "prediction.type"),
+        ({"type": "content", "content": 1}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content[0].type"),
+        ({"type": "content", "content": "x", "id": 1}, "prediction.id"),
+    ],
+)
+def test_a_prediction_that_is_none_is_refused(prediction: Any, param: str) -> None:
+    assert refusal(ChatBody, CHAT | {"prediction": prediction}).param == param
+
+
 def test_null_means_not_given() -> None:
     names = set(msgspec.json.schema(ChatBody)["$defs"]["ChatBody"]["properties"]) - {"model", "messages"}
     assert decode(msgspec.json.encode(CHAT | dict.fromkeys(names)), ChatBody).n is None
