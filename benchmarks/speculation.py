@@ -84,12 +84,12 @@ def measure(
     assert after is not None
     rate = statistics.median(rate for rate, _ in runs)
     equal = statistics.mean(one == other for one, other in zip(runs[0][1], expected, strict=True))
-    proposed, accepted = (
+    verified, accepted = (
         [new - old for new, old in zip(getattr(after, name), getattr(before, name), strict=True)]
-        for name in ("proposed", "accepted")
+        for name in ("verified", "accepted")
     )
-    ideal = 1 + (sum(accepted) / proposed[0] if proposed[0] else 0.0)
-    shares = [round(right / count, 2) for right, count in zip(accepted, proposed, strict=True) if count]
+    ideal = 1 + (sum(accepted) / verified[0] if verified[0] else 0.0)
+    shares = [round(right / count, 2) for right, count in zip(accepted, verified, strict=True) if count]
     print(
         f"{case}: {rate:.0f} tokens/s, {rate / plain:.2f} x, ideal {ideal:.2f} x where there are drafts, equal"
         f" {equal:.2f}, accepted by position {shares}",

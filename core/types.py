@@ -535,7 +535,7 @@ class CacheStats:
 class SpeculationStats:
     """What became of the drafts of a speculator, since the start of one engine."""
 
-    proposed: tuple[int, ...]
+    verified: tuple[int, ...]
     """Drafts that steps have verified, by position: first those right after a known token."""
     accepted: tuple[int, ...]
     """Those of them that were accepted, which all before them were as well. Each saved one token of a decode."""

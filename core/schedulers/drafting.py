@@ -143,20 +143,20 @@ class Drafting:
         self._positions.clear()
         return positions
 
-    def verified(self, state: RequestState, proposed: int, tokens: tuple[int, ...]) -> None:
-        """Count the drafts of a request that were verified. tokens: those of them that were accepted, and the token
-        after them."""
+    def verified(self, state: RequestState, count: int, tokens: tuple[int, ...]) -> None:
+        """Count the drafts of a request that were verified. count: how many; tokens: those that were accepted, and the
+        token after them."""
         accepted = len(tokens) - 1
         state.accept_drafts(accepted)
-        self._verified[proposed] += 1
+        self._verified[count] += 1
         self._accepted[accepted] += 1
         if self._lengths is not None:
-            self._lengths.record(state.id, proposed, accepted)
+            self._lengths.record(state.id, count, accepted)
         prediction = self._predictions.get(state.id) if self._predictions else None
         if prediction is not None and prediction.proposed:
-            state.count_prediction(tokens, proposed)
+            state.count_prediction(tokens, count)
         elif self._speculator.learns:
-            self._speculator.accepted(state.id, proposed, accepted)
+            self._speculator.accepted(state.id, count, accepted)
 
     def give_back(self, state: RequestState) -> None:
         """Free the blocks that only rejected drafts needed; the next token keeps its place."""
@@ -176,7 +176,7 @@ class Drafting:
     def stats(self) -> SpeculationStats:
         """Counters since the start."""
         return SpeculationStats(
-            proposed=_at_least(self._verified), accepted=_at_least(self._accepted), faults=self._speculator.faults
+            verified=_at_least(self._verified), accepted=_at_least(self._accepted), faults=self._speculator.faults
         )
 
     def _propose(self, state: RequestState, room: int) -> Sequence[int]:

@@ -184,12 +184,12 @@ class RequestState:
         self._computed += 1
         self._sampled += 1
 
-    def count_prediction(self, tokens: tuple[int, ...], proposed: int) -> None:
+    def count_prediction(self, tokens: tuple[int, ...], verified: int) -> None:
         """Count drafts that were tokens of the prediction. tokens: those that came of it, yet to be appended."""
         assert self.prediction_tokens is not None, "the request has no prediction"
         accepted, rejected = self.prediction_tokens
         kept = min(len(tokens) - 1, len(self._until_stop(tokens)[0]))
-        self.prediction_tokens = (accepted + kept, rejected + proposed - kept)
+        self.prediction_tokens = (accepted + kept, rejected + verified - kept)
 
     def accept_drafts(self, count: int) -> None:
         """Count the drafts accepted in a step that was counted by `plan_drafts`."""

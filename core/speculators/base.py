@@ -77,10 +77,10 @@ class Speculator(ABC, Generic[OptionsT]):
         limit: at least 1, at most SpeculatorSpec.max_drafts. Called any number of times for equal tokens.
         """
 
-    def accepted(self, request_id: str, proposed: int, accepted: int) -> None:
+    def accepted(self, request_id: str, verified: int, accepted: int) -> None:
         """Learn how many tokens of a request's latest proposal a step verified, and how many of these were accepted.
 
-        proposed: tokens verified, at least 1; may be fewer than the proposal had. Not called for a proposal that was
+        verified: tokens of the proposal, at least 1; may be fewer than it had. Not called for a proposal that was
         not verified, as when a request ends.
         """
 

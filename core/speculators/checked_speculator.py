@@ -52,10 +52,10 @@ class CheckedSpeculator:
             self._faults.add("propose", error)
         return ()
 
-    def accepted(self, request_id: str, proposed: int, accepted: int) -> None:
-        """Report how many tokens of a proposal were verified (`proposed`), and how many of these were accepted."""
+    def accepted(self, request_id: str, verified: int, accepted: int) -> None:
+        """Report how many tokens of a proposal were verified, and how many of these were accepted."""
         try:
-            self._speculator.accepted(request_id, proposed, accepted)
+            self._speculator.accepted(request_id, verified, accepted)
         except BaseException as error:
             self._faults.add("accepted", error)
 

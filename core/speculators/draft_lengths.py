@@ -40,8 +40,8 @@ class _Trials:
     """Step from which on the request may be probed, where its drafts do not pay."""
     interval: int = _PROBE_INTERVAL
 
-    def add(self, proposed: int, accepted: int, memory: float) -> None:
-        trials = accepted + (accepted < proposed)
+    def add(self, verified: int, accepted: int, memory: float) -> None:
+        trials = accepted + (accepted < verified)
         kept = memory**trials
         self.accepted = self.accepted * kept + accepted
         self.count = self.count * kept + trials
@@ -152,11 +152,11 @@ class DraftLengths:
         """Correct the measured times by the time of a step. drafts: whether the step had any."""
         (self._costs if drafts else self._plain).observe(rows, time)
 
-    def record(self, request_id: str, proposed: int, accepted: int) -> None:
-        """Count the drafts of a request. proposed: drafts verified; accepted: drafts of these that were accepted."""
+    def record(self, request_id: str, verified: int, accepted: int) -> None:
+        """Count the drafts of a request. accepted: of those verified."""
         trials = self._requests.setdefault(request_id, _Trials())
-        trials.add(proposed, accepted, _MEMORY)
-        self._common.add(proposed, accepted, _COMMON_MEMORY)
+        trials.add(verified, accepted, _MEMORY)
+        self._common.add(verified, accepted, _COMMON_MEMORY)
         if accepted:
             if request_id in self._probes:
                 self._saved += self._probe_time  # the probe's time was not lost

@@ -31,13 +31,13 @@ SPECULATION_METRICS: tuple[Metric[ReplicaReport], ...] = (
     _counter(
         "speculation_proposals",
         "Proposals of which a step verified draft tokens: the request gains one token more than were accepted.",
-        lambda stats: [((), stats.proposed[0])],
+        lambda stats: [((), stats.verified[0])],
         vllm="spec_decode_num_drafts",
     ),
     _counter(
         "speculation_draft_tokens",
         "Draft tokens verified.",
-        lambda stats: [((), sum(stats.proposed))],
+        lambda stats: [((), sum(stats.verified))],
         vllm="spec_decode_num_draft_tokens",
     ),
     _counter(
@@ -49,7 +49,7 @@ SPECULATION_METRICS: tuple[Metric[ReplicaReport], ...] = (
     _counter(
         "speculation_draft_tokens_by_position",
         "Draft tokens verified, by their position in the proposal, from 0.",
-        lambda stats: _by_position(stats.proposed),
+        lambda stats: _by_position(stats.verified),
         "position",
     ),
     _counter(

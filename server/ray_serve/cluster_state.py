@@ -109,11 +109,11 @@ def _speculation(stats: Sequence[SpeculationStats]) -> SpeculationStats | None:
     """The sum over engines that speculate; None: none does."""
     if not stats:
         return None
-    proposed, accepted = (
+    verified, accepted = (
         tuple(map(sum, zip_longest(*columns, fillvalue=0)))
-        for columns in ([one.proposed for one in stats], [one.accepted for one in stats])
+        for columns in ([one.verified for one in stats], [one.accepted for one in stats])
     )
-    return SpeculationStats(proposed=proposed, accepted=accepted, faults=sum(one.faults for one in stats))
+    return SpeculationStats(verified=verified, accepted=accepted, faults=sum(one.faults for one in stats))
 
 
 def _sum(values: Sequence[Any], zero: Any) -> Any:

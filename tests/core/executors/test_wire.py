@@ -83,8 +83,8 @@ MESSAGES = [
         step_tokens=types.HistogramCounts((1, 2, 0), 2.5),
     ),
     types.EngineStats(cache=types.CacheStats(sample=0.5), kv_events=(3, 1)),
-    types.EngineStats(speculation=types.SpeculationStats(proposed=(3, 2), accepted=(2, 0), faults=1)),
-    types.SpeculationStats(proposed=(3, 2), accepted=(2, 0), faults=1),
+    types.EngineStats(speculation=types.SpeculationStats(verified=(3, 2), accepted=(2, 0), faults=1)),
+    types.SpeculationStats(verified=(3, 2), accepted=(2, 0), faults=1),
     types.CacheStats(sample=0.5, lifetime=types.HistogramCounts((1, 2), 3.5), tenants=(("a", 1, 2),), total_slots=9),
     types.HistogramCounts((1, 2, 0), 2.5),
     EngineConfig(

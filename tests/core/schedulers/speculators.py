@@ -60,8 +60,8 @@ class Failing(Random):
             raise LookupError("propose")
         return answer  # type: ignore[return-value]
 
-    def accepted(self, request_id: str, proposed: int, accepted: int) -> None:
-        assert 0 <= accepted <= proposed > 0
+    def accepted(self, request_id: str, verified: int, accepted: int) -> None:
+        assert 0 <= accepted <= verified > 0
         raise LookupError("accepted")
 
     def finished(self, request_id: str) -> None:

@@ -33,8 +33,8 @@ class Scripted(Speculator):
         self.limits.append(limit)
         return self.answer(sequence, limit)
 
-    def accepted(self, request_id: str, proposed: int, accepted: int) -> None:
-        self.told.append((request_id, proposed, accepted))
+    def accepted(self, request_id: str, verified: int, accepted: int) -> None:
+        self.told.append((request_id, verified, accepted))
 
     def finished(self, request_id: str) -> None:
         self.told.append(request_id)
@@ -338,7 +338,7 @@ def test_stats_count_drafts_by_position_and_faults() -> None:
     turn(scheduler)
     stats = scheduler.stats().speculation
     assert stats is not None
-    assert (stats.proposed, stats.accepted, stats.faults) == ((2, 2, 2), (1, 1, 0), 2)
+    assert (stats.verified, stats.accepted, stats.faults) == ((2, 2, 2), (1, 1, 0), 2)
 
 
 def test_no_stats_without_a_speculator() -> None:

@@ -32,15 +32,15 @@ class Scripted(Speculator):
             raise self.answer
         return self.answer
 
-    def accepted(self, request_id: str, proposed: int, accepted: int) -> None:
-        self.calls.append(("accepted", request_id, proposed, accepted))
+    def accepted(self, request_id: str, verified: int, accepted: int) -> None:
+        self.calls.append(("accepted", request_id, verified, accepted))
 
     def finished(self, request_id: str) -> None:
         self.calls.append(("finished", request_id))
 
 
 class Broken(Scripted):
-    def accepted(self, request_id: str, proposed: int, accepted: int) -> None:
+    def accepted(self, request_id: str, verified: int, accepted: int) -> None:
         raise OSError("full")
 
     def finished(self, request_id: str) -> None:

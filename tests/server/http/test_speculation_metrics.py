@@ -26,7 +26,7 @@ def exported(stats: SpeculationStats | None, names: str = "engine") -> dict[tupl
 
 
 def test_drafts_are_exported_in_all_and_by_position() -> None:
-    found = exported(SpeculationStats(proposed=(10, 8), accepted=(6, 3), faults=2))
+    found = exported(SpeculationStats(verified=(10, 8), accepted=(6, 3), faults=2))
     assert found == {
         ("engine_speculation_proposals_total", ""): 10,
         ("engine_speculation_draft_tokens_total", ""): 18,
@@ -40,7 +40,7 @@ def test_drafts_are_exported_in_all_and_by_position() -> None:
 
 
 def test_drafts_are_exported_by_the_names_of_vllm() -> None:
-    found = exported(SpeculationStats(proposed=(10, 8), accepted=(6, 3)), "vllm")
+    found = exported(SpeculationStats(verified=(10, 8), accepted=(6, 3)), "vllm")
     assert found["vllm:spec_decode_num_drafts_total", ""] == 10
     assert found["vllm:spec_decode_num_draft_tokens_total", ""] == 18
     assert found["vllm:spec_decode_num_accepted_tokens_total", ""] == 9

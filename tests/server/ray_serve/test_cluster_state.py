@@ -28,7 +28,7 @@ def test_statistics_of_several_engines_are_summed_field_by_field() -> None:
         blocks_by_kind=(("window", 3, 4), ("full", 5, 6)),
         seconds=(("schedule", 0.5),),
         step_tokens=HistogramCounts((1, 0, 2), 7.0),
-        speculation=SpeculationStats(proposed=(5, 3), accepted=(2, 1), faults=1),
+        speculation=SpeculationStats(verified=(5, 3), accepted=(2, 1), faults=1),
     )
     other = EngineStats(running=3, seconds=(("wait", 1.0), ("schedule", 0.25)), step_tokens=HistogramCounts())
     total = merged([one, other, one])
@@ -36,7 +36,7 @@ def test_statistics_of_several_engines_are_summed_field_by_field() -> None:
     assert total.blocks_by_kind == (("window", 6, 8), ("full", 10, 12))
     assert total.seconds == (("schedule", 1.25), ("wait", 1.0))
     assert total.step_tokens == HistogramCounts((2, 0, 4), 14.0)
-    assert total.speculation == SpeculationStats(proposed=(10, 6), accepted=(4, 2), faults=2)
+    assert total.speculation == SpeculationStats(verified=(10, 6), accepted=(4, 2), faults=2)
     assert merged([]) == EngineStats()
     names = {field.name for field in attrs.fields(EngineStats)}
     assert names > OF_ONE_ENGINE
