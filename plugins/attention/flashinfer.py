@@ -198,7 +198,7 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, FlashInferPlan]):
         if self._xqa is not None and plan.block_tables is not None and plan.context_lens is not None:
             keys, values = self._caches[layer]
             scales = self._scales[layer]
-            self._xqa(q[:count], keys, values, plan.block_tables, plan.context_lens, out[:count], window, scales)
+            self._xqa(q[:count], keys, values, plan.block_tables, plan.context_lens, out[:count], scales)
         elif count:
             plan.decodes[window].run(q[:count], self._caches[layer], out=out[:count], **self._wrapper_scales[layer])
         if plan.prefills:

@@ -39,10 +39,9 @@ class XqaDecode:
         tables: torch.Tensor,
         lengths: torch.Tensor,
         out: torch.Tensor,
-        window: int | None,
         scales: KVScales,
     ) -> None:
-        """Compute attention of decoding sequences into `out`.
+        """Compute attention of decoding sequences into `out`, over their whole contexts: see `xqa_refusal`.
 
         q, out: [decodes, heads, head_dim]; keys, values: [blocks, block_size, kv_heads, head_dim];
         tables: [decodes, max_blocks] int32, dense; lengths: [decodes, 1] uint32.
@@ -63,7 +62,7 @@ class XqaDecode:
                 spec.num_kv_heads,
                 spec.block_size,
                 q_scale=scale,
-                sliding_win_size=window or 0,  # the token itself is counted; 0 is none
+                sliding_win_size=0,  # none
             )
             return
         # On Hopper, `xqa` calls another kernel for a float8 cache (mha_sm90.cu), which also rounds the queries and the
@@ -74,7 +73,7 @@ class XqaDecode:
             spec.block_size,
             spec.head_dim,
             spec.num_heads // spec.num_kv_heads,
-            window is not None,
+            False,  # no sliding window
             out.dtype,
             1,
         )
@@ -82,7 +81,7 @@ class XqaDecode:
             run_sm90_fp8_mha=False,
             sm_count=self._multiprocessors,
             num_kv_heads=spec.num_kv_heads,
-            sliding_win_size=window or 0,
+            sliding_win_size=0,
             q_scale=scale,
             output=out,
             rcp_out_scale=1.0,

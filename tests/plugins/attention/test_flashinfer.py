@@ -113,18 +113,17 @@ class FakeFlashInfer:
         return SimpleNamespace(xqa=lambda **options: self.calls.append(options))
 
 
-@pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", FLOAT8])
-def test_xqa_receives_its_arguments(kv_dtype: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xqa_receives_its_arguments(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flashinfer = FakeFlashInfer(monkeypatch)
     spec = attrs.evolve(SPEC, kv_dtype=kv_dtype)
     q = torch.zeros(3, 32, 128, dtype=torch.bfloat16)
     pool = torch.zeros(5, 16, 8, 128).to(getattr(torch, kv_dtype))
     tables, lengths = torch.zeros(3, 7, dtype=torch.int32), torch.ones(3, 1, dtype=torch.int32)
     scales = KVScales(key=0.5, value=0.25) if kv_dtype == FLOAT8 else UNSCALED
-    XqaDecode(spec, torch.device("cpu"))(q, pool, pool, tables, lengths, torch.empty_like(q), window, scales)
+    XqaDecode(spec, torch.device("cpu"))(q, pool, pool, tables, lengths, torch.empty_like(q), scales)
     [call] = flashinfer.calls
-    assert call["sliding_win_size"] == (window or 0)
+    assert call["sliding_win_size"] == 0
     if kv_dtype == FLOAT8:
         # Not the kernel that computes in float8.
         assert call["run_sm90_fp8_mha"] is False
@@ -132,9 +131,7 @@ def test_xqa_receives_its_arguments(kv_dtype: str, window: int | None, monkeypat
         assert call["kv_scale"] == 0.25
         assert call["q_scale"] * 0.25 == pytest.approx(0.1 * 0.5 * 128**0.5)
         assert (call["max_seq_len"], call["batch_size"]) == (7 * 16, 3)
-        assert flashinfer.modules == [
-            (torch.bfloat16, torch.float8_e4m3fn, 16, 128, 4, window is not None, torch.bfloat16, 1)
-        ]
+        assert flashinfer.modules == [(torch.bfloat16, torch.float8_e4m3fn, 16, 128, 4, False, torch.bfloat16, 1)]
     else:
         assert call["q_scale"] == score_scale(spec, UNSCALED) == pytest.approx(0.1 * 128**0.5)
         assert flashinfer.modules == []
