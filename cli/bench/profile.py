@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 MARK = "engine step"
 """Name of the annotation around each step, which relates the profiler's clock to ours."""
-HOST_PHASES = ("schedule", "submit", "wait", "commit")
-"""Phases of Engine.step, in order."""
 SETTLE = 4
 """Decode steps before the profiled ones."""
 SLACK = 32
@@ -217,6 +215,8 @@ def _recorded(engine: Engine, work: Callable[[Step], int]) -> tuple[int, tuple[H
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
+    from engine.core.step_loop import STEP_PHASES
+
     gpu = engine.device.type != "cpu"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
 
@@ -236,7 +236,7 @@ def _recorded(engine: Engine, work: Callable[[Step], int]) -> tuple[int, tuple[H
         with record_function(MARK):
             outputs = engine.step()
         after = dict(engine.stats().seconds)
-        phases.append(tuple((phase, (after[phase] - before[phase]) * 1e6) for phase in HOST_PHASES))
+        phases.append(tuple((phase, (after[phase] - before[phase]) * 1e6) for phase in STEP_PHASES))
         return outputs
 
     with profile(activities=activities) as recorded:

@@ -11,8 +11,9 @@ import typer
 
 from engine.cli.bench.load import Load, opened, say
 from engine.cli.bench.report import Json, engine_settings, header, write
-from engine.cli.options import ADMIN_KEY_VARIABLE, OFFLINE, configured, refuse_settings
+from engine.cli.options import OFFLINE, configured, refuse_settings
 from engine.cli.profile.layer_report import Profiled, as_json, print_layers, write_csv
+from engine.cli.profile.target import AdminKey
 from engine.cli.profile.trace import admin_key, post
 from engine.core.config import Resolved
 from engine.core.errors import ConfigError, ControlError
@@ -38,9 +39,7 @@ def layers(
     url: Annotated[
         str, typer.Option(help="A running server under load; without it, an offline load is profiled.")
     ] = "",
-    admin_api_key: Annotated[
-        str, typer.Option(help=f"With --url: its admin key; better give it in {ADMIN_KEY_VARIABLE}.")
-    ] = "",
+    admin_api_key: AdminKey = "",
     replica: Annotated[int, typer.Option(help="With --url: the replica to profile.", min=0)] = 0,
     seconds: Annotated[float, typer.Option(help="With --url: seconds to wait for the steps.", min=0.1)] = 10.0,
     batch: Annotated[int, typer.Option(help="Without --url: sequences that decode.", min=1)] = 64,

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from engine.cli.options import ADMIN_KEY_VARIABLE
 from engine.cli.processes import Process, family, find_supervisor
 from engine.core.errors import ConfigError
 
@@ -21,6 +22,7 @@ Pid = Annotated[
         min=0,
     ),
 ]
+AdminKey = Annotated[str, typer.Option(help=f"With --url: its admin key; better give it in {ADMIN_KEY_VARIABLE}.")]
 
 
 def processes_of(url: str, pid: int) -> list[Process]:

@@ -13,6 +13,7 @@ import typer
 
 from engine.cli.errors import ServerError
 from engine.cli.options import ADMIN_KEY_VARIABLE, OFFLINE, configured, refuse_settings
+from engine.cli.profile.target import AdminKey
 from engine.core.config import Resolved
 
 if TYPE_CHECKING:
@@ -26,9 +27,7 @@ TIMEOUT = 600.0
 def trace(
     *,
     url: Annotated[str, typer.Option(help="A running server; without it, an offline load is recorded.")] = "",
-    admin_api_key: Annotated[
-        str, typer.Option(help=f"With --url: its admin key; better give it in {ADMIN_KEY_VARIABLE}.")
-    ] = "",
+    admin_api_key: AdminKey = "",
     replica: Annotated[int, typer.Option(help="With --url: the replica to record.", min=0)] = 0,
     steps: Annotated[int, typer.Option(help="Steps to record.", min=1)] = 20,
     after: Annotated[int, typer.Option(help="Steps to wait before.", min=0)] = 8,
