@@ -123,8 +123,6 @@ class StepLoop:
             self._count(step, result)
             with self.timers["commit"]:
                 self._outputs += self._scheduler.commit(step, result, time.monotonic())
-            if self._timing is not None:
-                self._timing.add_host_time(self.timers["schedule"].seconds + self.timers["commit"].seconds)
         except BaseException as error:
             self._note_failure(error)
             raise

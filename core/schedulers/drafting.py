@@ -32,8 +32,8 @@ class Drafting:
         """lengths: chooses how many drafts are verified; None: as many as are proposed."""
         self._speculator = speculator
         self._lengths = lengths
-        self._begun = False
-        """Whether `lengths.begin` was called for the step that is planned next."""
+        self._may_have_drafts: bool | None = None
+        """What `lengths.begin` returned for the step that is planned next; None: it was not called yet."""
         self._queues = queues
         self._max_drafts = speculator.spec.max_drafts
         self._sequences: dict[str, SpeculatedSequence | None] = {}
@@ -54,14 +54,16 @@ class Drafting:
         self._accepted = [0] * (self._max_drafts + 1)
         """By number of drafts, how often that many of a slice were accepted."""
 
-    def has_proposal(self) -> bool:
-        """Whether there is a proposal for a decoding request by the tokens committed so far."""
-        if self._lengths is not None:
-            rows = len(self._queues.decoding)
-            self._begun = self._lengths.begin(rows, rows)
-            if not self._begun:
-                return False
-        return any(self._propose(state, self._max_drafts) for state in self._queues.decoding.active())
+    def may_follow(self) -> bool:
+        """Whether the step after the one in flight should have drafts, by the tokens committed so far."""
+        decoding, lengths = self._queues.decoding.active(), self._lengths
+        if lengths is None:
+            return any(self._propose(state, self._max_drafts) for state in decoding)
+        rows = len(self._queues.decoding)
+        self._may_have_drafts = lengths.begin(rows, rows)
+        if not self._may_have_drafts:
+            return False
+        return lengths.pays([(state.id, len(self._propose(state, self._max_drafts))) for state in decoding])
 
     def resume(self) -> None:
         """Return the requests whose drafts are verified to the decoding sequences."""
@@ -103,11 +105,11 @@ class Drafting:
         """Report the plan to `lengths`; False: the plan has no drafts."""
         decodes = len(self._queues.decoding)
         rows = decodes + plan.chunk_tokens
-        if not self._begun:
+        may, self._may_have_drafts = self._may_have_drafts, None
+        if may is None:
             return lengths.begin(rows, decodes)
-        self._begun = False
         lengths.revise(rows, decodes)
-        return True
+        return may
 
     def take_slices(self) -> tuple[tuple[RequestState, ...], tuple[DraftSlice, ...]]:
         """Take the requests with drafts out of the decoding ones; return the requests and their slices.

@@ -245,7 +245,7 @@ class Scheduler:
         drafts, whose requests can go on only then, or the next one may have drafts, which follow the newest tokens."""
         if self._drafting is None or not self._in_flight:
             return False
-        return bool(self._in_flight[-1].drafts) or self._drafting.has_proposal()
+        return bool(self._in_flight[-1].drafts) or self._drafting.may_follow()
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
         """Append the tokens a step sampled, and return what is new for each request. Steps are committed in order.

@@ -9,8 +9,10 @@ import numpy.typing as npt
 
 from engine.core.errors import ConfigError
 
-_QUICK, _SLOW = 0.2, 0.02
-"""Weights of an observation: of the first few, and of all later ones."""
+_SLOW, _BEFORE = 0.02, 2
+"""Weight of an observation after the first ones; and how many observations the measurements stand for until then."""
+_LONGEST = 4.0
+"""Time of a step, relative to the measurement, beyond which it counts no further: something disturbed it."""
 _REFRESH = 8
 """Observations after which the table is computed again."""
 _FEW = 4
@@ -59,12 +61,12 @@ class StepCosts:
     def observe(self, rows: int, time: float) -> None:
         """Correct the times by that of a step. A single step changes little, however long it was."""
         self.table(rows)
-        ratio = min(max(time / float(self._base[rows]), 0.25), 4.0)
+        ratio = min(time / float(self._base[rows]), _LONGEST)
         size = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
         self._count += 1
         self._counts[size] += 1
-        self._factor += (ratio - self._factor) * max(_SLOW, _QUICK / self._count)
-        self._factors[size] += (ratio - self._factors[size]) * max(_SLOW, _QUICK / float(self._counts[size]))
+        self._factor += (ratio - self._factor) * max(_SLOW, 1 / (_BEFORE + self._count))
+        self._factors[size] += (ratio - self._factors[size]) * max(_SLOW, 1 / (_BEFORE + float(self._counts[size])))
         if self._count % _REFRESH == 0:
             self._table = self._corrected()
 

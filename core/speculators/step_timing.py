@@ -14,7 +14,8 @@ class StepTiming:
     """Times steps from submission to result, and so corrects the times by which draft lengths are chosen.
 
     The time of a step that overlaps with the step before it is that between the two results. Steps with prefill chunks
-    do not count: their rows are not those of decodes.
+    do not count: their rows are not those of decodes. Nor, where steps overlap, do steps without drafts that had to
+    wait for the result before them: they are the exception.
     """
 
     def __init__(self, lengths: DraftLengths, *, overlaps: bool, clock: Callable[[], float] = perf_counter) -> None:
@@ -22,34 +23,30 @@ class StepTiming:
         self._lengths = lengths
         self._overlaps = overlaps
         self._clock = clock
-        self._begins: deque[float] = deque()
+        self._begins: deque[tuple[float, bool]] = deque()
+        """Of each step in flight: when it was submitted, and whether no other was in flight then."""
         self._last_result = 0.0
-        self._steps = 0
 
     def begin(self) -> None:
         """Note that a step is submitted now."""
-        self._begins.append(self._clock())
+        self._begins.append((self._clock(), not self._begins))
 
     def end(self, step: Step) -> None:
         """Note that the result of the oldest step has arrived."""
-        now = self._clock()
-        seconds = (now - max(self._begins.popleft(), self._last_result)) / step.iterations
+        now, last_result = self._clock(), self._last_result
+        begin, waited = self._begins.popleft()
         self._last_result = now
+        if step.chunks:
+            return
+        seconds = (now - max(begin, last_result)) / step.iterations
         if step.drafts:
-            drafts = sum(len(part.tokens) for part in step.drafts)
-            if not step.chunks:
-                self._lengths.observe(len(step.decodes) + drafts, seconds, drafts=True)
-        elif step.decodes and not step.chunks:
+            self._lengths.observe(
+                len(step.decodes) + sum(len(part.tokens) for part in step.drafts), seconds, drafts=True
+            )
+            if self._overlaps and last_result:
+                self._lengths.observe_gap(max(begin - last_result, 0.0))
+        elif step.decodes and not (waited and self._overlaps):
             self._lengths.observe(len(step.decodes), seconds, drafts=False)
-
-    def add_host_time(self, total: float) -> None:
-        """Note that a step is committed. total: seconds since the start in which the host planned and committed steps.
-
-        While a step with drafts runs, no other can be planned: the host's time per step is added to its time.
-        """
-        if self._overlaps:
-            self._steps += 1
-            self._lengths.overhead = total / self._steps
 
     def forget(self) -> None:
         """Forget the steps in flight."""

@@ -34,14 +34,17 @@ def acceptance_of(acceptance: Acceptance, request: int, step: int) -> float:
 
 
 class Simulation:
-    """Runs `batch` requests at a time; each that ends is replaced. fixed: this many drafts always; None: adaptive."""
+    """Runs `batch` requests at a time; each that ends is replaced. fixed: this many drafts always; None: adaptive.
 
-    def __init__(
-        self, curve: str, batch: int, acceptance: Acceptance, *, fixed: int | None = None, overhead: float = 0
-    ):
+    gap: for how long the device is idle before a step that was planned after the result of the step before it; 0: steps
+    do not overlap.
+    """
+
+    def __init__(self, curve: str, batch: int, acceptance: Acceptance, *, fixed: int | None = None, gap: float = 0):
         self.curve, self.batch, self.acceptance, self.fixed = CURVES[curve], batch, acceptance, fixed
-        self.overhead = overhead
-        self.lengths = DraftLengths(costs_of(curve), MAX_DRAFTS, overhead=overhead)
+        self.gap = gap
+        self.lengths = DraftLengths(costs_of(curve), MAX_DRAFTS, overlaps=gap > 0)
+        self.waits = False
         self.pick = random.Random(1)
         self.left = [self.pick.randint(50, 300) for _ in range(batch)]
         self.requests = list(range(batch))
@@ -58,18 +61,29 @@ class Simulation:
 
     def _chosen(self) -> dict[int, int]:
         if self.fixed is not None:
+            self.waits = self.fixed > 0
             return dict.fromkeys(self.requests, self.fixed) if self.fixed else {}
         if not self.lengths.begin(self.batch, self.batch):
             return {}
-        asked = [(request, limit) for request in self.requests if (limit := self.lengths.limit(str(request)))]
-        chosen = self.lengths.choose([(str(request), limit) for request, limit in asked])
-        return {request: count for (request, _), count in zip(asked, chosen, strict=True) if count}
+        asked = [(str(request), self.lengths.limit(str(request))) for request in self.requests]
+        if self.gap and not self.waits:
+            self.waits = self.lengths.pays(asked)
+            if not self.waits:
+                return {}
+        chosen = self.lengths.choose(asked)
+        return {request: count for request, count in zip(self.requests, chosen, strict=True) if count}
 
     def _step(self) -> None:
         chosen = self._chosen()
         drafts = sum(chosen.values())
         self.drafts += drafts
-        self.time += self.curve(self.batch + drafts) + (self.overhead if drafts else 0)
+        rows = self.batch + drafts
+        self.time += self.curve(rows) + self.gap * self.waits
+        self.waits = drafts > 0
+        if self.fixed is None:
+            self.lengths.observe(rows, self.curve(rows), drafts=drafts > 0)
+            if drafts and self.gap:
+                self.lengths.observe_gap(self.gap)
         for place, request in enumerate(self.requests):
             accepted, acceptance = 0, acceptance_of(self.acceptance, request, self.step)
             while accepted < chosen.get(request, 0) and self.pick.random() < acceptance:

@@ -58,10 +58,66 @@ def test_a_large_batch_that_is_bound_by_compute_turns_speculation_off_and_a_smal
     assert lengths.limit("r") == 5
 
 
-def test_the_time_that_drafts_cost_whatever_their_number_counts() -> None:
-    """The host waits for a step with drafts before it plans the next one."""
-    assert Simulation("memory, then compute", 8, 0.1, overhead=1000).run(STEPS) >= 0.98
-    assert Simulation("memory, then compute", 8, 0.9, overhead=1000).run(STEPS) > 2
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_the_time_for_which_the_device_waits_for_the_host_counts(curve: str, batch: int) -> None:
+    for acceptance in (0.0, 0.3, 0.5, 0.7, 0.9):
+        assert Simulation(curve, batch, acceptance, gap=0.2 * CURVES[curve](batch)).run(STEPS) >= 0.98
+
+
+def test_drafts_that_gain_more_than_the_gap_costs_are_verified() -> None:
+    assert Simulation("memory, then compute", 8, 0.9, gap=1000).run(STEPS) > 2
+
+
+def test_the_host_does_not_wait_where_drafts_do_not_pay() -> None:
+    lengths = DraftLengths(costs_of("bound by compute"), 5, overlaps=True)
+    for _ in range(40):
+        lengths.record("r", 5, 2)
+    waits = 0
+    for _ in range(200):
+        if lengths.begin(8, 8) and lengths.pays([("r", 5)]):
+            waits += 1
+            lengths.record("r", sum(lengths.choose([("r", 5)])), 0)
+    assert 1 <= waits <= 5, "for probes, less and less often"
+
+
+def test_waiting_in_vain_ends() -> None:
+    """What the speculator proposes is gone each time when the newest token is known."""
+    lengths = DraftLengths(costs_of("memory, then compute"), 5, overlaps=True)
+    lengths.observe_gap(2000.0)
+    for _ in range(40):
+        lengths.record("r", 5, 5)
+    waits = [lengths.begin(1, 1) and lengths.pays([("r", 5)]) for _ in range(400)]
+    assert waits[0]
+    assert sum(waits) * 2000 <= 2000 + 0.01 * 400 * 5206
+
+
+def test_the_gap_is_the_mean_and_a_long_one_changes_little() -> None:
+    lengths = DraftLengths(costs_of("a laptop"), 5, overlaps=True)
+    for gap in (3.0, 1.0, 2.0):
+        lengths.observe_gap(gap)
+    assert lengths.gap == pytest.approx(2.0)
+    for _ in range(60):
+        lengths.observe_gap(2.0)
+    lengths.observe_gap(1000.0)
+    assert lengths.gap < 2.2
+
+
+def test_requests_are_not_asked_for_a_while_after_proposals_that_did_not_pay() -> None:
+    lengths = DraftLengths(costs_of("bound by compute"), 5)
+    lengths.record("r", 5, 5)
+    asked = [lengths.begin(64, 64) and lengths.choose([("r", 1)]) is not None for _ in range(64)]
+    assert sum(asked) < 10
+
+
+def test_a_probe_takes_along_the_requests_that_cost_no_more() -> None:
+    lengths = DraftLengths(StepCosts([(8, 10.0), (16, 11.0), (24, 12.0)], padded=True), 2)
+    for number in range(12 * 40):
+        lengths.record(str(number % 12), 20, 0)
+    for _ in range(200):
+        if lengths.begin(12, 12) and any(counts := lengths.choose([(str(number), 1) for number in range(12)])):
+            break
+    assert counts == [1] * 4 + [0] * 8
 
 
 def test_steps_without_drafts_may_have_other_times() -> None:

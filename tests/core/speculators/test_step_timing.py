@@ -12,9 +12,13 @@ class Noted(DraftLengths):
     def __init__(self) -> None:
         super().__init__(StepCosts([(1, 1.0), (8, 1.0)]), 4)
         self.seen: list[tuple[int, float, bool]] = []
+        self.gaps: list[float] = []
 
     def observe(self, rows: int, time: float, *, drafts: bool) -> None:
         self.seen.append((rows, time, drafts))
+
+    def observe_gap(self, time: float) -> None:
+        self.gaps.append(time)
 
 
 def plain(decodes: int = 2, **fields: int) -> Step:
@@ -45,7 +49,7 @@ def test_a_step_that_overlaps_takes_the_time_between_results() -> None:
     timed.end(plain())
     timed.begin()
     timed.end(plain(3))
-    assert lengths.seen == [(2, 5.0, False), (3, 4.0, False)]
+    assert lengths.seen == [(3, 4.0, False)]
 
 
 def test_iterations_share_the_time_and_steps_with_prompts_do_not_count() -> None:
@@ -62,12 +66,15 @@ def test_iterations_share_the_time_and_steps_with_prompts_do_not_count() -> None
     assert lengths.seen == [(2, 2.0, False)]
 
 
-def test_the_host_s_time_is_added_to_drafts_only_where_steps_overlap() -> None:
-    for overlaps, overhead in ((True, 2.0), (False, 0.0)):
-        timed, lengths = timing([], overlaps=overlaps)
-        timed.add_host_time(3.0)
-        timed.add_host_time(4.0)
-        assert lengths.overhead == overhead
+def test_steps_that_waited_for_a_result_teach_the_gap_before_drafts_but_not_the_time_without_drafts() -> None:
+    times = [0.0, 5.0, 7.0, 10.0, 11.0, 15.0]
+    for overlaps, gaps in ((True, [2.0]), (False, [])):
+        timed, lengths = timing(times, overlaps=overlaps)
+        for step in (plain(), with_drafts(), plain()):
+            timed.begin()
+            timed.end(step)
+        assert lengths.gaps == gaps
+        assert lengths.seen == ([(6, 3.0, True)] if overlaps else [(2, 5.0, False), (6, 3.0, True), (2, 4.0, False)])
 
 
 def test_steps_in_flight_are_forgotten() -> None:
@@ -89,6 +96,13 @@ def test_observed_steps_correct_the_times_of_their_rows_and_at_first_of_all() ->
         costs.observe(100, 110.0)
     assert costs.table(100)[100] == pytest.approx(110, rel=0.05)
     assert costs.table(100)[10] == pytest.approx(40, rel=0.05)
+
+
+def test_a_few_steps_correct_times_that_were_measured_wrong() -> None:
+    costs = StepCosts([(1, 10.0), (10, 20.0)])
+    for _ in range(16):
+        costs.observe(10, 10.0)
+    assert costs.table(10)[10] == pytest.approx(10, rel=0.15)
 
 
 def test_one_step_that_was_disturbed_changes_little() -> None:
