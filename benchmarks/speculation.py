@@ -4,9 +4,12 @@
         [--length fixed,auto] [--tokens 128] [--repeat 3] [--speculator NAME] [--set KEY=VALUE] [--json FILE]
 
 Without --speculator, a scripted speculator proposes what the model generated without drafts, each token right with the
-given probability. So weights may be random (--set model.load_format=dummy). `ideal` is the gain if a step with
-drafts took as long as one without: the mean number of accepted drafts + 1. `equal` is the share of requests with the
-tokens of plain decoding: 1 in float32; in shorter types logits may differ in the last bit with the number of rows.
+given probability. Random weights (--set model.load_format=dummy) are changed to make the model predictable: token t + 1
+follows token t, by far the most likely one, whatever the number of rows. Otherwise the last bit of the logits, which
+depends on the number of rows, would decide about tokens, and right drafts would be rejected. All layers compute as before.
+
+`ideal` is the mean number of accepted drafts + 1: the gain if a step with drafts took as long as one without. `step` is
+the time of a step. `equal` is the share of requests with the tokens of plain decoding.
 
 With --speculator ngram or suffix, the prompts are Python files, each followed by its own beginning, which a model that
 completes code repeats; --acceptance then has no meaning. A first run, which does not count, fills the prefix cache.
@@ -20,43 +23,85 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+
+import torch
+from attrs import frozen
 
 from engine.cli.bench.report import Row, engine_settings, report, write
 from engine.core import Engine, SamplingParams
 from engine.core.speculators import SpeculatedSequence, Speculator
+from engine.core.weights.loader import DummySource, TensorSpec
+from engine.core.weights.readers import ReadTask
 
 ROOT = Path(__file__).parent.parent
 PROMPT_TOKENS = 128
+NUMBERS = [random.Random(number).random() for number in range(1 << 14)]
+"""Which drafts are right, by chance."""
 
 
 class Scripted(Speculator[None]):
     """Proposes what the model will generate, each token with probability `acceptance`, and else another token."""
 
     api = "1"
-    outputs: ClassVar[dict[tuple[int, ...], Sequence[int]]] = {}
-    """By prompt."""
+    by_prompt: ClassVar[dict[tuple[int, ...], Sequence[int]]] = {}
+    """Outputs."""
+    outputs: ClassVar[dict[str, Sequence[int]]] = {}
+    """By request."""
     acceptance: ClassVar[float] = 0.0
 
     def propose(self, sequence: SpeculatedSequence, limit: int) -> Sequence[int]:
         at = len(sequence.tokens) - sequence.prompt_length
-        output = self.outputs.get(tuple(sequence.tokens[: sequence.prompt_length]), ())
+        if (output := self.outputs.get(sequence.request_id)) is None:
+            prompt = tuple(sequence.tokens[: sequence.prompt_length])
+            output = self.outputs[sequence.request_id] = self.by_prompt.get(prompt, ())
         proposal = list(output[at : at + limit])
-        pick = random.Random(f"{sequence.request_id} {at}")  # the same when it is asked again
+        start = zlib.crc32(sequence.request_id.encode()) + at * self.spec.max_drafts
         for place in range(len(proposal)):
-            if pick.random() >= self.acceptance:
-                proposal[place] = (proposal[place] + 1) % self.spec.vocab_size
+            if NUMBERS[(start + place) % len(NUMBERS)] >= self.acceptance:
+                proposal[place] = (proposal[place] + 7) % self.spec.vocab_size
         return proposal
 
 
-def run(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[float, list[tuple[int, ...]]]:
-    """(output tokens per second, outputs)."""
+def make_predictable() -> None:
+    """Random weights whose next token after t is t + 1: a large embedding passes through all layers nearly unchanged,
+    and the rows of the LM head are those of the embedding, one further."""
+    allocate = DummySource.allocate
+
+    def changed(
+        self: DummySource, name: str, spec: TensorSpec, **shard: Any
+    ) -> tuple[torch.Tensor, Iterable[ReadTask]]:
+        same = "model.embed_tokens.weight" if name == "lm_head.weight" else name
+        values, tasks = allocate(self, same, spec, **shard)
+        if name == "lm_head.weight":
+            values = values.roll(1, 0)
+        elif name == same and name.endswith("embed_tokens.weight"):
+            values.mul_(1e4)
+        return values, tasks
+
+    DummySource.allocate = changed  # type: ignore[method-assign]
+
+
+@frozen
+class Run:
+    """A run of some prompts."""
+
+    rate: float
+    """Output tokens per second."""
+    step: float
+    """Milliseconds."""
+    outputs: list[tuple[int, ...]]
+
+
+def run(engine: Engine, prompts: list[list[int]], tokens: int) -> Run:
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    begin = time.perf_counter()
+    before, begin = engine.stats().steps, time.perf_counter()
     found = [tuple(one.token_ids) for one in engine.generate(prompts, params)]
-    return len(prompts) * tokens / (time.perf_counter() - begin), found
+    seconds = time.perf_counter() - begin
+    return Run(len(prompts) * tokens / seconds, 1e3 * seconds / (engine.stats().steps - before), found)
 
 
 def prompts_of(engine: Engine, count: int, *, texts: bool) -> list[list[int]]:
@@ -72,9 +117,7 @@ def prompts_of(engine: Engine, count: int, *, texts: bool) -> list[list[int]]:
     return found
 
 
-def measure(
-    engine: Engine, prompts: list[list[int]], args: argparse.Namespace, case: str, plain: float, expected: list[Any]
-) -> list[Row]:
+def measure(engine: Engine, prompts: list[list[int]], args: argparse.Namespace, case: str, plain: Run) -> list[Row]:
     """Rows of one engine with drafts and one batch."""
     run(engine, prompts, args.tokens)
     before = engine.stats().speculation
@@ -82,8 +125,8 @@ def measure(
     after = engine.stats().speculation
     assert before is not None
     assert after is not None
-    rate = statistics.median(rate for rate, _ in runs)
-    equal = statistics.mean(one == other for one, other in zip(runs[0][1], expected, strict=True))
+    rate, step = (statistics.median(getattr(one, name) for one in runs) for name in ("rate", "step"))
+    equal = statistics.mean(one == other for one, other in zip(runs[0].outputs, plain.outputs, strict=True))
     verified, accepted = (
         [new - old for new, old in zip(getattr(after, name), getattr(before, name), strict=True)]
         for name in ("verified", "accepted")
@@ -91,8 +134,8 @@ def measure(
     ideal = 1 + (sum(accepted) / verified[0] if verified[0] else 0.0)
     shares = [round(right / count, 2) for right, count in zip(accepted, verified, strict=True) if count]
     print(
-        f"{case}: {rate:.0f} tokens/s, {rate / plain:.2f} x, ideal {ideal:.2f} x where there are drafts, equal"
-        f" {equal:.2f}, accepted by position {shares}",
+        f"{case}: {rate:.0f} tokens/s, {rate / plain.rate:.3f} x, ideal {ideal:.2f} x where there are drafts, step"
+        f" {step:.2f} ms, {step / plain.step:.3f} x, equal {equal:.2f}, accepted by position {shares}",
         flush=True,
     )
     return [
@@ -100,7 +143,15 @@ def measure(
             metric="output tokens per second",
             value=round(rate, 1),
             unit="tokens/s",
-            baseline=round(plain, 1),
+            baseline=round(plain.rate, 1),
+            baseline_name="plain",
+            case=case,
+        ),
+        Row(
+            metric="step",
+            value=round(step, 3),
+            unit="ms",
+            baseline=round(plain.step, 3),
             baseline_name="plain",
             case=case,
         ),
@@ -135,19 +186,21 @@ def main() -> int:
     }
     batches = [int(one) for one in args.batch]
 
-    plain: dict[int, float] = {}
-    expected: dict[int, list[tuple[int, ...]]] = {}
+    if args.speculator is None and settings.get("model__load_format") == "dummy":
+        make_predictable()
+    plain: dict[int, Run] = {}
     with Engine(args.model, **settings) as engine:
         described = engine_settings(engine)
         machine = engine.cache_info.device
         prompts = prompts_of(engine, max(batches), texts=args.speculator is not None)
         for batch in batches:
             runs = [run(engine, prompts[:batch], args.tokens) for _ in range(1 + args.repeat)][1:]
-            plain[batch], expected[batch] = statistics.median(rate for rate, _ in runs), runs[0][1]
-            print(f"batch {batch}: {plain[batch]:.0f} tokens/s without drafts", flush=True)
+            rate, step = (statistics.median(getattr(one, name) for one in runs) for name in ("rate", "step"))
+            plain[batch] = Run(rate, step, runs[0].outputs)
+            print(f"batch {batch}: {rate:.0f} tokens/s without drafts, step {step:.2f} ms", flush=True)
     results = [
-        Row(metric="output tokens per second", value=round(rate, 1), unit="tokens/s", case=f"batch {batch}, plain")
-        for batch, rate in plain.items()
+        Row(metric="output tokens per second", value=round(one.rate, 1), unit="tokens/s", case=f"batch {batch}, plain")
+        for batch, one in plain.items()
     ]
     for length, drafts in itertools.product(args.length.split(","), map(int, args.drafts)):
         chosen = args.speculator or Scripted
@@ -155,12 +208,13 @@ def main() -> int:
         with Engine(args.model, **settings, **given) as engine:
             for batch in batches:
                 some = prompts[:batch]
-                Scripted.outputs = {tuple(one): output for one, output in zip(some, expected[batch], strict=True)}
+                Scripted.by_prompt = dict(zip(map(tuple, some), plain[batch].outputs, strict=True))
+                Scripted.outputs.clear()
                 for Scripted.acceptance in args.acceptance if args.speculator is None else [0.0]:
                     case = f"batch {batch}, {drafts} drafts, {length}, " + (
                         args.speculator or f"acceptance {Scripted.acceptance:g}"
                     )
-                    results += measure(engine, some, args, case, plain[batch], expected[batch])
+                    results += measure(engine, some, args, case, plain[batch])
     if args.json is not None:
         write(args.json, report("speculation", machine, results, {**described, "tokens": args.tokens}))
     return 0

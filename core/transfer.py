@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
 _ALIGNMENT = 16
 """Bytes; kernels read whole vectors."""
-_DTYPES = {name: getattr(torch, name) for name in ("bool", "uint8", "int32", "int64", "float32", "float64")}
+_DTYPES = {np.dtype(name): getattr(torch, name) for name in ("bool", "uint8", "int32", "int64", "float32", "float64")}
 
 
 def to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
@@ -30,10 +31,14 @@ def to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[
     for start, array in zip(starts, arrays, strict=True):
         bytes_[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
     sent = staging.to(device, non_blocking=True)
-    return [
-        sent[start : start + array.nbytes].view(_DTYPES[array.dtype.name]).view(array.shape)
-        for start, array in zip(starts, arrays, strict=True)
-    ]
+    whole: dict[np.dtype[Any], torch.Tensor] = {}
+    found = []
+    for start, array in zip(starts, arrays, strict=True):
+        if (values := whole.get(array.dtype)) is None:
+            values = whole[array.dtype] = sent.view(_DTYPES[array.dtype])
+        strides = [step // array.itemsize for step in np.empty_like(array, order="C").strides]
+        found.append(values.as_strided(array.shape, strides, start // array.itemsize))
+    return found
 
 
 def tensor_to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -19,6 +19,7 @@ from engine.core.attention.base import GraphSlot
 from engine.core.attention.batch import ForwardBatch
 from engine.core.models.forward_pass import ForwardPass
 from engine.core.runner.build_batch import group_batch
+from engine.core.runner.draft_batch import send_draft_batch, warm_up_draft_batch
 from engine.core.sampling.sampled_tokens import SampledTokens
 from engine.core.schedulers.policy import MAX_DECODE_STEPS
 from engine.core.transfer import to_device
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from engine.core.runner.device_state import DeviceState
     from engine.core.runner.lap_timer import LapTimer
     from engine.core.sampling.base import CapturedTokens, PathName, SamplingPath
-    from engine.core.sampling.draft_rows import DraftRows, VerifiedDrafts
+    from engine.core.sampling.draft_rows import VerifiedDrafts
     from engine.core.types import Step
 
 T = TypeVar("T")
@@ -191,6 +192,8 @@ class DecodeGraphs:
         for done, (size, path) in enumerate(wanted):
             on_progress(done, len(wanted))
             self._capture(size, path)
+        if self._fused and self._persistent_batch.draft_rows:
+            warm_up_draft_batch(self._persistent_batch, self._sampler.table, rows=self._rows, positions=self._positions)
 
     @property
     def num_captured(self) -> int:
@@ -254,7 +257,7 @@ class DecodeGraphs:
             return False
         return len(step.decodes) + sum(len(part.tokens) for part in step.drafts) <= self._sizes[-1]
 
-    def verify(self, step: Step, drafts: DraftRows, timer: LapTimer) -> tuple[SampledTokens, VerifiedDrafts, int]:
+    def verify(self, step: Step, timer: LapTimer) -> tuple[SampledTokens, VerifiedDrafts, int]:
         """Replay one decode step for sequences with and without drafts; return the batch size of the graph too.
 
         Each token of a draft slice has a row of its own, which reads the blocks of its sequence. Since a layer writes
@@ -265,23 +268,9 @@ class DecodeGraphs:
         count, size, path = len(sequences), self.size(len(sequences)), sampler.graph_path(sequences)
         graph = self._graphs.get((size, path.name)) or self._capture(size, path)
         self.invalidate()
-        decoding = batch.rows(step.decodes)
-        rows, positions = np.full(size, batch.padding_row, np.int64), np.zeros(size, np.int64)
-        rows[:plain], positions[:plain] = decoding, batch.computed[decoding]
-        rows[plain:count] = batch.draft_rows[: count - plain]
-        positions[plain:count] = [at for part in step.drafts for at, _ in enumerate(part.tokens, part.start)]
-        batch.computed[decoding] += 1
-        sources = batch.rows(sequences[plain:])
-        tokens = np.array([token for part in step.drafts for token in part.tokens], np.int64)
-        *changes, rows_sent, positions_sent, sources_sent, tokens_sent = to_device(
-            [*batch.take_changes(), rows, positions, sources, tokens], self._device
+        drafts, owners = send_draft_batch(
+            step, batch, sampler.table, rows=self._rows[:size], positions=self._positions[:size], fused=self._fused
         )
-        batch.apply(changes)
-        self._rows[:size].copy_(rows_sent)
-        self._positions[:size].copy_(positions_sent)
-        targets = self._rows[plain:count]
-        batch.copy_rows(targets, sources_sent, tokens_sent)
-        sampler.table.copy_rows(targets, sources_sent, drafts.offsets[plain:])
         timer.end("prepare")
         graph.replay()
         timer.end("launch")
@@ -289,7 +278,7 @@ class DecodeGraphs:
             sampled = self._tokens_of_replay(count)
             chosen = batch.last_tokens[self._rows[:count]]
         else:
-            own_rows = torch.cat((self._rows[:plain], sources_sent))
+            own_rows = torch.cat((self._rows[:plain], owners))
             sampled = sampler.sample(graph.logits[:count], sequences, own_rows, drafts)
             chosen = sampled.tokens
             batch.set_last_tokens(own_rows[:plain], chosen[:plain])

@@ -109,8 +109,7 @@ class StepLauncher:
             size = self._decode_graphs.size(len(step.decodes))
             return PendingStep(step.id, samples, (), timer.seconds, graph_size=size)
         if self._decode_graphs is not None and step.drafts and self._decode_graphs.fits(step):
-            drafts = self._draft_rows(step, len(step.decodes))
-            sampled, verified, size = self._decode_graphs.verify(step, drafts, timer)
+            sampled, verified, size = self._decode_graphs.verify(step, timer)
             return PendingStep(step.id, (sampled,), (), timer.seconds, graph_size=size, drafts=verified)
         if self._decode_graphs is not None:
             self._decode_graphs.invalidate()
@@ -130,7 +129,8 @@ class StepLauncher:
         drafts: DraftRows | None = None
         verified: VerifiedDrafts | None = None
         if step.drafts:
-            drafts = self._draft_rows(step, len(sampling))
+            rows = state.persistent_batch.rows([part.sequence for part in step.drafts])
+            drafts = DraftRows.of(step.drafts, rows, len(sampling), state.persistent_batch.tables.device)
             sampling = (*sampling, *(part.sequence for part in step.drafts for _ in part.tokens))
         prompt_logprobs: StepPromptLogprobs = ()
         graph_size = None if self._decode_graphs is None else 0
@@ -160,12 +160,6 @@ class StepLauncher:
             prompt_logprobs = state.sampler.prompt_logprobs(step, hidden, state.model)
             timer.end("sample")
         return PendingStep(step.id, samples, prompt_logprobs, timer.seconds, graph_size=graph_size, drafts=verified)
-
-    def _draft_rows(self, step: Step, num_before: int) -> DraftRows:
-        """The rows of the step's drafts; num_before: rows that sample besides."""
-        persistent_batch = self.state.persistent_batch
-        rows = persistent_batch.rows([part.sequence for part in step.drafts])
-        return DraftRows.of(step.drafts, rows, num_before, persistent_batch.tables.device)
 
 
 def enter_device(device: DeviceInfo) -> None:

@@ -21,20 +21,22 @@ class SamplingTable:
         self.padding_row = max_running
         self._device = device
         rows = max_running + 1 + draft_rows
-        self._words = torch.zeros(2, rows, dtype=torch.int64, device=device)
-        self._numbers = torch.zeros(4, rows, dtype=torch.int32, device=device)
+        self.words = torch.zeros(2, rows, dtype=torch.int64, device=device)
+        """The columns of 8 bytes."""
+        self.numbers = torch.zeros(4, rows, dtype=torch.int32, device=device)
+        """The columns of 4 bytes, those of float32 as their bits."""
         self._one = torch.ones(1, dtype=torch.int64, device=device)
-        self.keys = self._words[0]
+        self.keys = self.words[0]
         """int64: `mix` of the seed."""
-        self.num_outputs = self._words[1]
+        self.num_outputs = self.words[1]
         """int64: output tokens so far."""
-        self.temperature = self._numbers[0].view(torch.float32)
+        self.temperature = self.numbers[0].view(torch.float32)
         """float32; 0: the row is greedy."""
-        self.top_p = self._numbers[1].view(torch.float32)
+        self.top_p = self.numbers[1].view(torch.float32)
         """float32; 1: all tokens."""
-        self.log_min_p = self._numbers[2].view(torch.float32)
+        self.log_min_p = self.numbers[2].view(torch.float32)
         """float32; -inf: no min_p."""
-        self.top_k = self._numbers[3]
+        self.top_k = self.numbers[3]
         """int32; 0: all tokens."""
         self.top_p.fill_(1.0)
         self.log_min_p.fill_(-float("inf"))
@@ -67,13 +69,13 @@ class SamplingTable:
         numbers[2].view(torch.float32)[:] = torch.tensor([each.min_p for each in params]).log()
         numbers[3] = torch.tensor([min(each.top_k, 2**31 - 1) for each in params])
         words, numbers = _parts(staged.to(self._device, non_blocking=True), count)
-        self._words.index_copy_(1, words[0], words[1:])
-        self._numbers.index_copy_(1, words[0], numbers)
+        self.words.index_copy_(1, words[0], words[1:])
+        self.numbers.index_copy_(1, words[0], numbers)
 
     def copy_rows(self, targets: torch.Tensor, sources: torch.Tensor, offsets: torch.Tensor) -> None:
         """Give draft rows the parameters of other rows, and `offsets` output tokens more; all [n] int64."""
-        self._words.index_copy_(1, targets, self._words.index_select(1, sources))
-        self._numbers.index_copy_(1, targets, self._numbers.index_select(1, sources))
+        self.words.index_copy_(1, targets, self.words.index_select(1, sources))
+        self.numbers.index_copy_(1, targets, self.numbers.index_select(1, sources))
         self.num_outputs.index_add_(0, targets, offsets)
 
     def advance(self, rows: torch.Tensor) -> None:

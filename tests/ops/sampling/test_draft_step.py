@@ -1,0 +1,113 @@
+"""The batch of a step with drafts: filled by one kernel as by PyTorch's operations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.core.runner.draft_batch import send_draft_batch, warm_up_draft_batch
+from engine.core.runner.persistent_batch import PersistentBatch
+from engine.core.sampling.draft_rows import DraftRows
+from engine.core.sampling.sampling_table import SamplingTable
+from engine.core.types import DraftSlice, NewSequence, SamplingParams, Step
+
+pytest.importorskip("triton")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MAX_RUNNING, BLOCK_SIZE, MAX_LEN = 6, 4, 700
+NUMBERS = (11, 12, 13, 14)
+
+
+class State:
+    """Four running sequences with random blocks, tokens and parameters."""
+
+    def __init__(self, seed: int, groups: int) -> None:
+        pick = np.random.default_rng(seed)
+        self.batch = PersistentBatch(
+            max_running=MAX_RUNNING,
+            max_len=MAX_LEN,
+            block_size=BLOCK_SIZE,
+            scratch_block=0,
+            device=DEVICE,
+            groups_by_kind=(groups,),
+            draft_rows=MAX_RUNNING,
+        )
+        self.table = SamplingTable(MAX_RUNNING, DEVICE, MAX_RUNNING)
+        new = tuple(
+            NewSequence(sequence=number, tokens=(1, 2), prompt_len=2, params=SamplingParams())
+            for number in NUMBERS
+        )
+        blocks = tuple(
+            (number, tuple(pick.integers(1, 99, groups * MAX_LEN // BLOCK_SIZE).tolist())) for number in NUMBERS
+        )
+        self.batch.update(Step(id=1, decodes=(), chunks=(), new=new, blocks=blocks))
+        self.positions = dict(zip(NUMBERS, pick.integers(0, MAX_LEN - 9, len(NUMBERS)).tolist(), strict=True))
+        for number, at in self.positions.items():
+            self.batch.computed[self.batch.row(number)] = at
+        params = [SamplingParams(temperature=0.1 * one, top_p=0.5, seed=one, top_k=one) for one in range(1, 5)]
+        self.table.write([self.batch.row(number) for number in NUMBERS], params, [5, 6, 7, 8])
+        self.rows, self.filled = (torch.full((10,), -1, dtype=torch.int64, device=DEVICE) for _ in range(2))
+
+    def step(self, decodes: tuple[int, ...], *counts: int) -> Step:
+        """Step with `counts` drafts for the sequences that do not decode alone."""
+        others = [number for number in NUMBERS if number not in decodes]
+        slices = tuple(
+            DraftSlice(number, self.positions[number], tuple(range(number, number + 1 + count)))
+            for number, count in zip(others, counts, strict=False)
+        )
+        return Step(id=2, decodes=decodes, chunks=(), drafts=slices)
+
+    def send(self, step: Step, size: int, *, fused: bool) -> tuple[DraftRows, torch.Tensor]:
+        return send_draft_batch(
+            step, self.batch, self.table, rows=self.rows[:size], positions=self.filled[:size], fused=fused
+        )
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize(
+    ("decodes", "counts", "size"), [((), (1,), 2), ((12,), (2, 1), 8), ((14, 11), (3,), 6), ((), (2, 1), 5)], ids=str
+)
+def test_one_kernel_fills_the_batch_as_separate_operations_do(
+    groups: int, decodes: tuple[int, ...], counts: tuple[int, ...], size: int
+) -> None:
+    one, other = State(3, groups), State(3, groups)
+    step = one.step(decodes, *counts)
+    (rows, owners), (expected_rows, expected_owners) = (
+        one.send(step, size, fused=True),
+        other.send(step, size, fused=False),
+    )
+    assert torch.equal(owners, expected_owners)
+    for name in ("drafts", "first", "table_rows", "offsets"):
+        assert torch.equal(getattr(rows, name), getattr(expected_rows, name))
+    assert torch.equal(one.rows, other.rows)
+    assert torch.equal(one.filled, other.filled)
+    assert torch.equal(one.table.words, other.table.words)
+    assert torch.equal(one.table.numbers, other.table.numbers)
+    assert torch.equal(one.batch.last_tokens, other.batch.last_tokens)
+    for at in range(len(decodes) + sum(counts) + len(counts)):
+        row, needed = int(one.rows[at]), int(one.filled[at]) // BLOCK_SIZE + 1
+        assert torch.equal(one.batch.group_tables[:, row, :needed], other.batch.group_tables[:, row, :needed])
+
+
+def test_rows_have_the_positions_and_tokens_of_their_slice_and_the_rest_is_padding() -> None:
+    state = State(5, 1)
+    rows, owners = state.send(state.step((12,), 2, 1), 8, fused=True)
+    at = state.positions
+    assert state.filled[:8].tolist() == [at[12], at[11], at[11] + 1, at[11] + 2, at[13], at[13] + 1, 0, 0]
+    first = state.batch.draft_rows[0]
+    row_of = state.batch.row
+    assert state.rows.tolist() == [row_of(12), *range(first, first + 5), MAX_RUNNING, MAX_RUNNING, -1, -1]
+    assert owners.tolist() == [row_of(11)] * 3 + [row_of(13)] * 2
+    assert state.batch.last_tokens[first : first + 5].tolist() == [11, 12, 13, 13, 14]
+    assert rows.drafts.tolist() == [[12, 13], [14, -1]]
+    assert state.table.num_outputs[first : first + 5].tolist() == [5, 6, 7, 7, 8]
+    assert state.batch.computed[row_of(12)] == at[12] + 1
+
+
+def test_the_warm_up_leaves_padding() -> None:
+    state = State(1, 1)
+    before = state.table.words.clone()
+    warm_up_draft_batch(state.batch, state.table, rows=state.rows, positions=state.filled)
+    assert (int(state.rows[0]), int(state.filled[0])) == (MAX_RUNNING, 0)
+    assert torch.equal(before[:, : MAX_RUNNING + 1], state.table.words[:, : MAX_RUNNING + 1])
