@@ -19,7 +19,7 @@ from engine.core.attention.base import GraphSlot
 from engine.core.attention.batch import ForwardBatch
 from engine.core.models.forward_pass import ForwardPass
 from engine.core.runner.build_batch import group_batch
-from engine.core.runner.draft_batch import send_draft_batch, warm_up_draft_batch
+from engine.core.runner.draft_batch import DraftBatch
 from engine.core.sampling.sampled_tokens import SampledTokens
 from engine.core.schedulers.policy import MAX_DECODE_STEPS
 from engine.core.transfer import to_device
@@ -140,8 +140,10 @@ class DecodeGraphs:
         dtype: torch.dtype,
         fused: bool,
         windows: Sequence[int | None] = (None,),
+        max_drafts: int = 0,
     ) -> None:
-        """hidden_size, dtype: of the hidden states that the model returns. windows: of each cache group with blocks."""
+        """hidden_size, dtype: of the hidden states that the model returns. windows: of each cache group with blocks.
+        max_drafts: of one sequence in a step; 0: steps have none."""
         self._model = state.model
         self._state = state
         self._persistent_batch = persistent_batch = state.persistent_batch
@@ -178,6 +180,16 @@ class DecodeGraphs:
         """Replays that have written a line of the host buffer, counted on the device."""
         self._num_replays_launched = 0
         """The same count on the host, which runs ahead of the device."""
+        self._draft_batch: DraftBatch | None = None
+        if max_drafts:
+            self._draft_batch = DraftBatch(
+                persistent_batch,
+                state.sampler.table,
+                rows=self._rows,
+                positions=self._positions,
+                max_drafts=max_drafts,
+                fused=fused,
+            )
         self._graphs: dict[tuple[int, PathName], _Graph] = {}
         self._capturer = capturer
         self._current: tuple[int, ...] = ()
@@ -192,8 +204,8 @@ class DecodeGraphs:
         for done, (size, path) in enumerate(wanted):
             on_progress(done, len(wanted))
             self._capture(size, path)
-        if self._fused and self._persistent_batch.draft_rows:
-            warm_up_draft_batch(self._persistent_batch, self._sampler.table, rows=self._rows, positions=self._positions)
+        if self._draft_batch is not None and self._fused and self._device.type == "cuda":
+            self._draft_batch.capture(self._capturer)
 
     @property
     def num_captured(self) -> int:
@@ -253,7 +265,7 @@ class DecodeGraphs:
 
     def fits(self, step: Step) -> bool:
         """Whether a step with drafts has a graph: without chunks, and with a row for each of its tokens."""
-        if step.chunks or not self._persistent_batch.draft_rows:
+        if step.chunks or self._draft_batch is None:
             return False
         return len(step.decodes) + sum(len(part.tokens) for part in step.drafts) <= self._sizes[-1]
 
@@ -268,9 +280,8 @@ class DecodeGraphs:
         count, size, path = len(sequences), self.size(len(sequences)), sampler.graph_path(sequences)
         graph = self._graphs.get((size, path.name)) or self._capture(size, path)
         self.invalidate()
-        drafts, owners = send_draft_batch(
-            step, batch, sampler.table, rows=self._rows[:size], positions=self._positions[:size], fused=self._fused
-        )
+        assert self._draft_batch is not None, "a step with drafts that `fits`"
+        drafts, owners = self._draft_batch.send(step, size)
         timer.end("prepare")
         graph.replay()
         timer.end("launch")

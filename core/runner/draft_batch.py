@@ -2,101 +2,170 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
 import torch
+from attrs import frozen
 
 from engine.core.runner.persistent_batch import PersistentBatch
-from engine.core.sampling.draft_rows import DraftRows, HostDraftRows
+from engine.core.sampling.draft_rows import DraftRows
 from engine.core.sampling.sampling_table import SamplingTable
-from engine.core.transfer import to_device
 from engine.core.types import Step
 
+if TYPE_CHECKING:
+    from engine.core.runner.cuda_graphs import GraphCapturer
 
-def send_draft_batch(
-    step: Step,
-    persistent_batch: PersistentBatch,
-    table: SamplingTable,
-    *,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    fused: bool,
-) -> tuple[DraftRows, torch.Tensor]:
-    """Send the batch of a step with drafts, in one transfer, while the device is idle: first `step.decodes`, then a row
-    for each token of each draft slice.
+_COLUMNS = ("rows", "positions", "sources", "tokens", "offsets", "first", "table_rows")
+"""What is sent per row of the batch, per draft row, or per draft slice."""
+_VIEWS_KEPT = 256
 
-    rows, positions: [batch size of the graph] int64, filled here, with padding after the step's rows. A draft row gets
-    the block tables and sampling parameters of its sequence, and the token. fused: by one Triton kernel instead of
-    PyTorch's operations.
-    Returns the rows of the drafts, and the row of the sequence of each draft row: [draft rows] int64.
+
+@frozen(kw_only=True)
+class _Views:
+    """What was sent, for one shape of a batch: views of the buffer on the device."""
+
+    drafts: torch.Tensor
+    first: torch.Tensor
+    table_rows: torch.Tensor
+    offsets: torch.Tensor
+    sources: torch.Tensor
+
+
+class DraftBatch:
+    """Sends the batches of steps with drafts, each before the replay that computes it.
+
+    The device is idle meanwhile, since drafts follow the newest tokens: so a batch goes through a buffer that stays, in
+    one transfer, and on a GPU a CUDA graph of its own sends it and fills the rows. The buffer is written again by the
+    next step with drafts, which is planned only after the result of this one.
     """
-    plain, size = len(step.decodes), len(rows)
-    owners = persistent_batch.rows([part.sequence for part in step.drafts])
-    drafts = HostDraftRows.of(step.drafts, owners, plain)
-    count = plain + len(drafts.tokens)
-    host_rows, host_positions = np.full(size, persistent_batch.padding_row, np.int64), np.zeros(size, np.int64)
-    if plain:
-        decoding = persistent_batch.rows(step.decodes)
-        host_rows[:plain], host_positions[:plain] = decoding, persistent_batch.computed[decoding]
-        persistent_batch.computed[decoding] += 1
-    host_rows[plain:count] = persistent_batch.draft_rows[: count - plain]
-    starts = np.fromiter((part.start for part in step.drafts), np.int64, len(step.drafts))
-    host_positions[plain:count] = np.repeat(starts, drafts.counts) + drafts.arrays[-1][plain:]
-    sources = np.repeat(owners, drafts.counts)
-    changes = persistent_batch.take_changes()
-    given_rows, given_positions, device_sources, tokens, *others = to_device(
-        [host_rows, host_positions, sources, drafts.tokens, *drafts.arrays, *changes], rows.device
-    )
-    draft_rows = drafts.on_device(others[: len(drafts.arrays)])
-    persistent_batch.apply(others[len(drafts.arrays) :])
-    if fused:
-        from engine.ops.sampling.draft_step import fill_draft_rows
 
-        fill_draft_rows(
-            given_rows,
-            given_positions,
-            device_sources,
-            tokens,
-            draft_rows.offsets,
-            rows=rows,
-            positions=positions,
-            all_tables=persistent_batch.group_tables,
-            last_tokens=persistent_batch.last_tokens,
-            words=table.words,
-            numbers=table.numbers,
-            block_size=persistent_batch.block_size,
+    def __init__(
+        self,
+        persistent_batch: PersistentBatch,
+        table: SamplingTable,
+        *,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        max_drafts: int,
+        fused: bool,
+    ) -> None:
+        """rows, positions: [max rows] int64, what replays read. max_drafts: of one slice. fused: fill the rows by one
+        Triton kernel instead of PyTorch's operations."""
+        self._persistent_batch = persistent_batch
+        self._table = table
+        self._rows, self._positions = rows, positions
+        self._max_rows = len(rows)
+        self._fused = fused
+        width = -(-self._max_rows // 2) * 2  # of 16 bytes: kernels read whole vectors
+        starts = {name: 4 + at * width for at, name in enumerate(_COLUMNS)}
+        end = 4 + len(_COLUMNS) * width
+        device = rows.device
+        on_gpu = device.type == "cuda"
+        self._sent = torch.zeros(end + width * max_drafts, dtype=torch.int64, pin_memory=on_gpu)
+        self._received = torch.zeros_like(self._sent, device=device) if on_gpu else self._sent
+        values = self._sent.numpy()
+        self._host_sizes, self._host_drafts = values[:3], values[end:]
+        self._host = {name: values[start : start + width] for name, start in starts.items()}
+        self._sizes, self._drafts = self._received[:3], self._received[end:]
+        self._device = {name: self._received[start : start + width] for name, start in starts.items()}
+        self._views = lru_cache(_VIEWS_KEPT)(self._make_views)
+        self._replay: Callable[[], None] | None = None
+
+    def capture(self, capturer: GraphCapturer) -> None:
+        """Capture the transfer and the kernel that fills the rows in a CUDA graph."""
+        self._host_sizes[:] = 0
+        self._replay, _ = capturer.capture(self._send_and_fill, self._send_and_fill)
+
+    def send(self, step: Step, size: int) -> tuple[DraftRows, torch.Tensor]:
+        """Fill the first `size` rows: those of `step.decodes`, one for each token of each draft slice, then padding.
+
+        A draft row gets the block tables and sampling parameters of its sequence, and its own token.
+        Returns the rows of the drafts, and the row of the sequence of each draft row: [draft rows] int64; both on the
+        device, until the next call.
+        """
+        batch = self._persistent_batch
+        plain = len(step.decodes)
+        rows = [batch.row(sequence) for sequence in step.decodes]
+        positions: list[int] = batch.computed[rows].tolist() if rows else []
+        if rows:
+            batch.computed[rows] += 1
+        counts = tuple([len(part.tokens) for part in step.drafts])
+        width = max(counts) - 1
+        owners, first, sources, tokens, drafts = [], [], [], [], []
+        offsets = [0] * plain
+        for part, count in zip(step.drafts, counts, strict=True):
+            row = batch.row(part.sequence)
+            owners.append(row)
+            first.append(len(offsets))
+            sources += [row] * count
+            tokens += part.tokens
+            offsets += range(count)
+            positions += range(part.start, part.start + count)
+            drafts += part.tokens[1:]
+            drafts += [-1] * (width + 1 - count)
+        count = len(offsets)
+        rows += batch.draft_rows[: count - plain]
+        rows += [batch.padding_row] * (size - count)
+        positions += [0] * (size - count)
+        host = self._host
+        self._host_sizes[:] = (size, plain, count)
+        for name, column in zip(_COLUMNS, (rows, positions, sources, tokens, offsets, first, owners), strict=True):
+            host[name][: len(column)] = column
+        self._host_drafts[: len(drafts)] = drafts
+        if changes := batch.send_changes():
+            batch.apply(changes)
+        if self._replay is not None:
+            self._replay()
+        else:
+            self._send_and_fill()
+        views = self._views(plain, count, len(counts), width)
+        draft_rows = DraftRows(
+            num_before=plain,
+            counts=counts,
+            drafts=views.drafts,
+            first=views.first,
+            table_rows=views.table_rows,
+            offsets=views.offsets,
         )
-    else:
-        rows.copy_(given_rows)
-        positions.copy_(given_positions)
-        targets = rows[plain:count]
-        persistent_batch.copy_rows(targets, device_sources, tokens)
-        table.copy_rows(targets, device_sources, draft_rows.offsets[plain:])
-    return draft_rows, device_sources
+        return draft_rows, views.sources
 
+    def _make_views(self, plain: int, count: int, slices: int, width: int) -> _Views:
+        return _Views(
+            drafts=self._drafts[: slices * width].view(slices, width),
+            first=self._device["first"][:slices],
+            table_rows=self._device["table_rows"][:slices],
+            offsets=self._device["offsets"][:count],
+            sources=self._device["sources"][: count - plain],
+        )
 
-def warm_up_draft_batch(
-    persistent_batch: PersistentBatch, table: SamplingTable, *, rows: torch.Tensor, positions: torch.Tensor
-) -> None:
-    """Compile the kernel of `send_draft_batch` with fused=True, with a draft row that stands for padding.
+    def _send_and_fill(self) -> None:
+        if self._received is not self._sent:
+            self._received.copy_(self._sent, non_blocking=True)
+        batch, table, sent = self._persistent_batch, self._table, self._device
+        if self._fused:
+            from engine.ops.sampling.draft_step import fill_draft_rows
 
-    rows, positions: [1 or more] int64, whose first element is set.
-    """
-    from engine.ops.sampling.draft_step import fill_draft_rows
-
-    zero = torch.zeros(1, dtype=torch.int64, device=rows.device)
-    padding = torch.full_like(zero, persistent_batch.padding_row)
-    fill_draft_rows(
-        torch.full_like(zero, persistent_batch.draft_rows[0]),
-        zero,
-        padding,
-        zero,
-        zero,
-        rows=rows,
-        positions=positions,
-        all_tables=persistent_batch.group_tables,
-        last_tokens=persistent_batch.last_tokens,
-        words=table.words,
-        numbers=table.numbers,
-        block_size=persistent_batch.block_size,
-    )
-    rows[:1].copy_(padding)
+            fill_draft_rows(
+                self._sizes,
+                sent["rows"],
+                sent["positions"],
+                sent["sources"],
+                sent["tokens"],
+                sent["offsets"],
+                rows=self._rows,
+                positions=self._positions,
+                all_tables=batch.group_tables,
+                last_tokens=batch.last_tokens,
+                words=table.words,
+                numbers=table.numbers,
+                block_size=batch.block_size,
+            )
+            return
+        size, plain, count = self._host_sizes.tolist()
+        self._rows[:size].copy_(sent["rows"][:size])
+        self._positions[:size].copy_(sent["positions"][:size])
+        targets, sources = self._rows[plain:count], sent["sources"][: count - plain]
+        batch.copy_rows(targets, sources, sent["tokens"][: count - plain])
+        table.copy_rows(targets, sources, sent["offsets"][plain:count])

@@ -301,6 +301,7 @@ class RunnerStart:
             dtype=torch_dtype(self._dtype),
             fused=self._fused,
             windows=[kind.window for kind in self.layout.kinds for _ in range(kind.groups)],
+            max_drafts=self._config.speculator.max_drafts if self._speculates else 0,
         )
         decode.capture_all(lambda done, total: phases.progress(done, total, "decode graphs"))
         if self._config.executor.graphs == "decode" or self.layout.states:  # a state is computed by sequence

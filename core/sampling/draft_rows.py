@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -36,47 +35,21 @@ class DraftRows:
         cls, slices: Sequence[DraftSlice], rows: npt.NDArray[np.int64], num_before: int, device: torch.device
     ) -> DraftRows:
         """rows: [slices], the row of each sequence. The tensors go to the device in one copy."""
-        host = HostDraftRows.of(slices, rows, num_before)
-        return host.on_device(to_device(host.arrays, device))
-
-
-@frozen(kw_only=True)
-class HostDraftRows:
-    """DraftRows before they are sent to the device."""
-
-    num_before: int
-    counts: npt.NDArray[np.int64]
-    """[slices]"""
-    tokens: npt.NDArray[np.int64]
-    """[draft rows], the token of each row: a sequence's last token, then its drafts."""
-    arrays: Sequence[npt.NDArray[np.int64]]
-    """What DraftRows has on the device: drafts, first, table_rows, offsets."""
-
-    @classmethod
-    def of(cls, slices: Sequence[DraftSlice], rows: npt.NDArray[np.int64], num_before: int) -> HostDraftRows:
-        """rows: [slices], the row of each sequence."""
         counts = np.fromiter((len(part.tokens) for part in slices), np.int64, len(slices))
-        ends = np.cumsum(counts)
-        total = int(ends[-1])
-        tokens = np.fromiter(chain.from_iterable(part.tokens for part in slices), np.int64, total)
-        offsets = np.zeros(num_before + total, np.int64)
-        offsets[num_before:] = np.arange(total) - np.repeat(ends - counts, counts)
-        own = offsets[num_before:]
+        first = num_before + np.cumsum(counts) - counts
+        offsets = np.zeros(num_before + int(counts.sum()), np.int64)
+        offsets[num_before:] = np.arange(len(offsets) - num_before) - np.repeat(first - num_before, counts)
         drafts = np.full((len(slices), int(counts.max()) - 1), -1, np.int64)
-        drafts[np.repeat(np.arange(len(slices)), counts - 1), own[own > 0] - 1] = tokens[own > 0]
-        arrays = (drafts, num_before + ends - counts, rows, offsets)
-        return cls(num_before=num_before, counts=counts, tokens=tokens, arrays=arrays)
-
-    def on_device(self, sent: Sequence[torch.Tensor]) -> DraftRows:
-        """sent: `arrays` on the device."""
-        drafts, first, table_rows, offsets = sent
-        return DraftRows(
-            num_before=self.num_before,
-            counts=tuple(self.counts.tolist()),
-            drafts=drafts,
-            first=first,
-            table_rows=table_rows,
-            offsets=offsets,
+        for row, part in zip(drafts, slices, strict=True):
+            row[: len(part.tokens) - 1] = part.tokens[1:]
+        tensors = to_device([drafts, first, rows, offsets], device)
+        return cls(
+            num_before=num_before,
+            counts=tuple(counts.tolist()),
+            drafts=tensors[0],
+            first=tensors[1],
+            table_rows=tensors[2],
+            offsets=tensors[3],
         )
 
 

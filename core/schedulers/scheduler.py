@@ -304,6 +304,7 @@ class Scheduler:
         queues, counter = self._queues, self._counter
         drafted: tuple[RequestState, ...] = ()
         slices: tuple[DraftSlice, ...] = ()
+        positions: tuple[tuple[int, int], ...] = ()
         if self._drafting is not None:
             drafted, slices = self._drafting.take_slices()
         iterations = 1 if slices else self._planner.iterations()
@@ -327,17 +328,19 @@ class Scheduler:
             if sample:
                 queues.start_decoding(state)
         new, blocks, finished = queues.take_runner_updates()
+        if self._drafting is not None:
+            positions = self._drafting.take_positions()
         step = Step(
             id=counter.steps_planned,
             decodes=numbers,
             chunks=tuple(chunks),
             iterations=iterations,
+            drafts=slices,
+            positions=positions,
             new=new,
             blocks=blocks,
             finished=finished,
         )
-        if self._drafting is not None:
-            step = attrs.evolve(step, drafts=slices, positions=self._drafting.take_positions())
         if self._meter is not None:
             self._meter.submit(step)
         self._in_flight.append(_InFlight(step, decodes, tuple(plan.chunks), drafted))

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_before", "count", "groups", "num_rows", "width"])
+@triton.jit
 def _fill(
+    sizes,
     given_rows,
     given_positions,
     sources,
@@ -20,8 +21,6 @@ def _fill(
     last_tokens,
     words,
     numbers,
-    num_before,
-    count,
     groups,
     num_rows,
     width,
@@ -29,29 +28,32 @@ def _fill(
     COLUMNS: tl.constexpr,
 ):
     at = tl.program_id(0)
-    row = tl.load(given_rows + at)
-    position = tl.load(given_positions + at)
-    tl.store(rows + at, row)
-    tl.store(positions + at, position)
-    if (at >= num_before) & (at < count):
-        source = tl.load(sources + at - num_before)
-        tl.store(last_tokens + row, tl.load(draft_tokens + at - num_before))
-        tl.store(words + row, tl.load(words + source))
-        tl.store(words + num_rows + row, tl.load(words + num_rows + source) + tl.load(offsets + at))
-        columns = tl.arange(0, 4) * num_rows
-        tl.store(numbers + columns + row, tl.load(numbers + columns + source))
-        last = position // BLOCK_SIZE
-        table = all_tables
-        for _ in range(groups):
-            for start in range(0, last + 1, COLUMNS):
-                column = start + tl.arange(0, COLUMNS)
-                inside = column <= last
-                blocks = tl.load(table + source * width + column, mask=inside)
-                tl.store(table + row * width + column, blocks, mask=inside)
-            table += num_rows * width
+    if at < tl.load(sizes):
+        row = tl.load(given_rows + at)
+        position = tl.load(given_positions + at)
+        tl.store(rows + at, row)
+        tl.store(positions + at, position)
+        num_before = tl.load(sizes + 1)
+        if (at >= num_before) & (at < tl.load(sizes + 2)):
+            source = tl.load(sources + at - num_before)
+            tl.store(last_tokens + row, tl.load(draft_tokens + at - num_before))
+            tl.store(words + row, tl.load(words + source))
+            tl.store(words + num_rows + row, tl.load(words + num_rows + source) + tl.load(offsets + at))
+            columns = tl.arange(0, 4) * num_rows
+            tl.store(numbers + columns + row, tl.load(numbers + columns + source))
+            last = position // BLOCK_SIZE
+            table = all_tables
+            for _ in range(groups):
+                for start in range(0, last + 1, COLUMNS):
+                    column = start + tl.arange(0, COLUMNS)
+                    inside = column <= last
+                    blocks = tl.load(table + source * width + column, mask=inside)
+                    tl.store(table + row * width + column, blocks, mask=inside)
+                table += num_rows * width
 
 
 def fill_draft_rows(
+    sizes: torch.Tensor,
     given_rows: torch.Tensor,
     given_positions: torch.Tensor,
     sources: torch.Tensor,
@@ -68,14 +70,16 @@ def fill_draft_rows(
 ) -> None:
     """Store the rows and positions of a batch, and give its draft rows the state of their sequences.
 
-    given_rows, given_positions: [batch], copied to rows and positions, [at least batch]. offsets: [n], where the last
-    of the n rows are draft rows: the number of drafts before each row. sources, draft_tokens: [draft rows], the row
-    of each draft row's sequence, and its token. all_tables: [groups, all rows, width] int32, the block tables;
-    last_tokens: [all rows]; words: [2, all rows] int64 and numbers: [4, all rows] int32, of the SamplingTable. All
-    others int64. A draft row gets the blocks that its position needs.
+    sizes: [3], the size of the batch; its rows before the draft rows; its rows before the padding. The others have as
+    many elements as the largest batch, of which so many are used. given_rows, given_positions: by row of the batch, to
+    be copied to rows and positions. offsets: by row, the number of drafts before it. sources, draft_tokens: by draft
+    row, the row of its sequence, and its token. All int64.
+    all_tables: [groups, all rows, width] int32, the block tables; last_tokens: [all rows] int64; words: [2, all rows]
+    int64 and numbers: [4, all rows] int32, of the SamplingTable. A draft row gets the blocks that its position needs.
     """
     groups, num_rows, width = all_tables.shape
-    _fill[(len(given_rows),)](
+    _fill[(len(rows),)](
+        sizes,
         given_rows,
         given_positions,
         sources,
@@ -87,8 +91,6 @@ def fill_draft_rows(
         last_tokens,
         words,
         numbers,
-        len(offsets) - len(sources),
-        len(offsets),
         groups,
         num_rows,
         width,

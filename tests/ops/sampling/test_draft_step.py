@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.runner.draft_batch import send_draft_batch, warm_up_draft_batch
+from engine.core.runner.cuda_graphs import GraphCapturer
+from engine.core.runner.draft_batch import DraftBatch
 from engine.core.runner.persistent_batch import PersistentBatch
 from engine.core.sampling.draft_rows import DraftRows
 from engine.core.sampling.sampling_table import SamplingTable
@@ -35,8 +36,7 @@ class State:
         )
         self.table = SamplingTable(MAX_RUNNING, DEVICE, MAX_RUNNING)
         new = tuple(
-            NewSequence(sequence=number, tokens=(1, 2), prompt_len=2, params=SamplingParams())
-            for number in NUMBERS
+            NewSequence(sequence=number, tokens=(1, 2), prompt_len=2, params=SamplingParams()) for number in NUMBERS
         )
         blocks = tuple(
             (number, tuple(pick.integers(1, 99, groups * MAX_LEN // BLOCK_SIZE).tolist())) for number in NUMBERS
@@ -59,9 +59,10 @@ class State:
         return Step(id=2, decodes=decodes, chunks=(), drafts=slices)
 
     def send(self, step: Step, size: int, *, fused: bool) -> tuple[DraftRows, torch.Tensor]:
-        return send_draft_batch(
-            step, self.batch, self.table, rows=self.rows[:size], positions=self.filled[:size], fused=fused
-        )
+        sender = DraftBatch(self.batch, self.table, rows=self.rows, positions=self.filled, max_drafts=3, fused=fused)
+        if fused and DEVICE.type == "cuda":
+            sender.capture(GraphCapturer(DEVICE))
+        return sender.send(step, size)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -105,9 +106,27 @@ def test_rows_have_the_positions_and_tokens_of_their_slice_and_the_rest_is_paddi
     assert state.batch.computed[row_of(12)] == at[12] + 1
 
 
-def test_the_warm_up_leaves_padding() -> None:
+def test_the_rows_of_sequences_stay_as_they_were() -> None:
     state = State(1, 1)
-    before = state.table.words.clone()
-    warm_up_draft_batch(state.batch, state.table, rows=state.rows, positions=state.filled)
-    assert (int(state.rows[0]), int(state.filled[0])) == (MAX_RUNNING, 0)
-    assert torch.equal(before[:, : MAX_RUNNING + 1], state.table.words[:, : MAX_RUNNING + 1])
+    state.batch.apply(state.batch.send_changes())
+
+    def of_sequences() -> list[torch.Tensor]:
+        columns = (state.table.words, state.table.numbers, state.batch.tables.T, state.batch.last_tokens)
+        return [column[..., : MAX_RUNNING + 1].clone() for column in columns]
+
+    before = of_sequences()
+    state.send(state.step(NUMBERS[1:], 1), 8, fused=True)
+    assert all(map(torch.equal, before, of_sequences()))
+
+
+def test_a_second_batch_replaces_the_first() -> None:
+    state, expected = State(2, 1), State(2, 1)
+    sender = DraftBatch(state.batch, state.table, rows=state.rows, positions=state.filled, max_drafts=3, fused=True)
+    sender.send(state.step((), 3, 2, 1), 10)
+    rows, _ = sender.send(state.step((14,), 1), 4)
+    expected.batch.computed[:] = state.batch.computed
+    expected.batch.computed[expected.batch.row(14)] -= 1
+    expected_rows, _ = expected.send(expected.step((14,), 1), 4, fused=False)
+    assert torch.equal(state.rows[:4], expected.rows[:4])
+    assert torch.equal(state.filled[:4], expected.filled[:4])
+    assert rows.drafts.tolist() == expected_rows.drafts.tolist()
