@@ -12,7 +12,7 @@ from engine.core.speculators.step_costs import StepCosts
 
 _MEMORY = 0.95
 """Weight of a trial relative to the next one in the acceptance of a request: about the last 20 trials count."""
-_COMMON_MEMORY = 0.995
+_COMMON_MEMORY = 0.98
 """The same in the acceptance of all requests together, with which a new request begins."""
 _PRIOR_TRIALS = 8.0
 """Number of trials that the acceptance of all requests stands for in that of one request."""
@@ -22,9 +22,9 @@ _MAX_ACCEPTANCE = 0.99
 _PROBE_INTERVAL = 16
 """Steps until a request whose drafts do not pay is probed; doubled with each probe that fails, up to a maximum."""
 _MAX_PROBE_INTERVAL = 512
-_PROBE_SHARE = 0.01
+_PROBE_SHARE = 0.005
 """Share of the time of all steps that probes that fail may take."""
-_MIN_GAIN = 1.01
+_MIN_GAIN = 1.02
 """Minimum tokens per time with drafts, relative to those without, that count as a gain: estimates are not exact."""
 _SAVED_STEPS = 64
 """Steps whose time for probes may be saved up."""
@@ -35,6 +35,20 @@ _PROBED_AT_ONCE = 1.02
 most of its cost, is the same."""
 _SLOW_GAP, _LONGEST_GAP = 0.02, 4.0
 """Weight of a gap after the first 50; and the length, relative to the mean, beyond which a gap counts no further."""
+
+
+@define
+class _Gap:
+    """The mean time for which the device is idle before a step with drafts."""
+
+    time: float = 0.0
+    count: int = 0
+
+    def add(self, time: float) -> None:
+        self.count += 1
+        if self.count > 4:
+            time = min(time, _LONGEST_GAP * self.time)
+        self.time += (time - self.time) * max(_SLOW_GAP, 1 / self.count)
 
 
 @define
@@ -65,7 +79,7 @@ class DraftLengths:
 
     Per step: `begin`, then `limit` for each request that may have drafts, then `choose` if there are proposals; later
     `record` for each request whose drafts were verified. A request whose drafts do not pay is probed from time to time,
-    with one draft; the probes that fail take at most 1 % of the time, those of all requests together.
+    with one draft; the probes that fail take at most 0.5 % of the time, those of all requests together.
 
     Where steps overlap, the host has to wait for the step in flight before it plans one with drafts, and for that one
     before it plans the next: the device is idle meanwhile, for the gap that `observe_gap` learns. `pays` is called
@@ -77,9 +91,8 @@ class DraftLengths:
     ) -> None:
         """costs: times of steps with drafts; plain: of those without, None: the same; overlaps: whether steps without
         drafts are planned while the step before them runs."""
-        self.gap = 0.0
-        """Time for which the device is idle before a step with drafts, in the unit of `costs`."""
-        self._num_gaps = 0
+        self._gaps: dict[int, _Gap] = {}
+        """By magnitude of the number of sequences: the host takes longer for more of them."""
         self._overlaps = overlaps
         self._costs = costs
         self._plain = plain or costs
@@ -91,6 +104,8 @@ class DraftLengths:
         self._rows = self._tokens = 0
         self._time = 0.0
         """Time of this step without drafts."""
+        self._gap = 0.0
+        """Time for which the device is idle before this step if it has drafts."""
         self._least = 1.0
         """Probability below which no draft can pay in this step."""
         self._probe_time = 0.0
@@ -128,7 +143,8 @@ class DraftLengths:
         self._rows, self._tokens = rows, tokens
         most = max(tokens, 1) * self._max_drafts
         self._time = float(self._plain.table(rows)[rows])
-        times = self._costs.table(rows + most)[rows : rows + 1 + most] + self.gap
+        self._gap = self.gap(tokens)
+        times = self._costs.table(rows + most)[rows : rows + 1 + most] + self._gap
         # The least time per row that any number of further rows has.
         further = times[1:] - self._time
         self._least = float((further / np.arange(1, most + 1)).min()) * tokens / self._time
@@ -196,7 +212,7 @@ class DraftLengths:
         gains[self._powers > lengths[:, None]] = 0.0
         places = np.argsort(-gains, axis=None, kind="stable")[: int(np.count_nonzero(gains))]
         times = self._costs.table(self._rows + len(places))[self._rows + 1 : self._rows + 1 + len(places)]
-        rates = (self._tokens + gains.ravel()[places].cumsum()) / (times + self.gap)
+        rates = (self._tokens + gains.ravel()[places].cumsum()) / (times + self._gap)
         best = int(rates.argmax()) + 1 if len(rates) else 0
         if best and rates[best - 1] < _MIN_GAIN * self._tokens / self._time:
             best = 0
@@ -226,12 +242,17 @@ class DraftLengths:
             self._saved += self._time_of(rows) - time  # what the probes took less, or more, than was counted
         (self._costs if drafts else self._plain).observe(rows, time)
 
-    def observe_gap(self, time: float) -> None:
-        """Learn for how long the device was idle before a step with drafts."""
-        self._num_gaps += 1
-        if self._num_gaps > 4:
-            time = min(time, _LONGEST_GAP * self.gap)
-        self.gap += (time - self.gap) * max(_SLOW_GAP, 1 / self._num_gaps)
+    def observe_gap(self, time: float, sequences: int) -> None:
+        """Learn for how long the device was idle before a step with drafts of so many sequences, with drafts or not."""
+        self._gaps.setdefault(sequences.bit_length(), _Gap()).add(time)
+
+    def gap(self, sequences: int) -> float:
+        """Time for which the device is idle before a step with drafts, in the unit of `costs`: of this number of
+        sequences or the nearest one that there was; 0 before the first."""
+        if not self._gaps:
+            return 0.0
+        wanted = sequences.bit_length()
+        return self._gaps[min(self._gaps, key=lambda magnitude: abs(magnitude - wanted))].time
 
     def record(self, request_id: str, verified: int, accepted: int) -> None:
         """Count the drafts of a request. accepted: of those verified."""

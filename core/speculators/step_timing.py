@@ -44,7 +44,8 @@ class StepTiming:
                 len(step.decodes) + sum(len(part.tokens) for part in step.drafts), seconds, drafts=True
             )
             if self._overlaps and last_result:
-                self._lengths.observe_gap(max(begin - last_result, 0.0))
+                sequences = len(step.decodes) + len(step.drafts)
+                self._lengths.observe_gap(max(begin - last_result, 0.0), sequences)
         elif step.decodes and not (waited and self._overlaps):
             self._lengths.observe(len(step.decodes), seconds, drafts=False)
 

@@ -12,13 +12,13 @@ class Noted(DraftLengths):
     def __init__(self) -> None:
         super().__init__(StepCosts([(1, 1.0), (8, 1.0)]), 4)
         self.seen: list[tuple[int, float, bool]] = []
-        self.gaps: list[float] = []
+        self.gaps: list[tuple[float, int]] = []
 
     def observe(self, rows: int, time: float, *, drafts: bool) -> None:
         self.seen.append((rows, time, drafts))
 
-    def observe_gap(self, time: float) -> None:
-        self.gaps.append(time)
+    def observe_gap(self, time: float, sequences: int) -> None:
+        self.gaps.append((time, sequences))
 
 
 def plain(decodes: int = 2, **fields: int) -> Step:
@@ -68,7 +68,7 @@ def test_iterations_share_the_time_and_steps_with_prompts_do_not_count() -> None
 
 def test_steps_that_waited_for_a_result_teach_the_gap_before_drafts_but_not_the_time_without_drafts() -> None:
     times = [0.0, 5.0, 7.0, 10.0, 11.0, 15.0]
-    for overlaps, gaps in ((True, [2.0]), (False, [])):
+    for overlaps, gaps in ((True, [(2.0, 3)]), (False, [])):
         timed, lengths = timing(times, overlaps=overlaps)
         for step in (plain(), with_drafts(), plain()):
             timed.begin()
