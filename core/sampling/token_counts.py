@@ -73,7 +73,7 @@ class TokenCounts:
 
     def _resize(self, capacity: int) -> None:
         """Move the slots in use to the beginning of a table of `capacity` slots."""
-        used = list(self._used)
+        used = sorted(self._used, key=lambda slot: slot.index)  # as the table grows, none moves: batches keep indices
         rows = tensor_to_device(torch.tensor([slot.index for slot in used], dtype=torch.int64), self._device)
         self.counts = _resized(self.counts, rows, capacity)
         self.seen = _resized(self.seen, rows, capacity)
