@@ -101,7 +101,7 @@ class GrammarMasks:
     A mask is due only after the forward pass is launched, which overlaps with waiting for the token before.
 
     The rows of a draft slice have the masks after each of its drafts, up to the first draft that the grammar refuses:
-    another token is sampled in its place, so the rows after it, which allow everything, do not count. The matchers then
+    another token is sampled in its place, so the rows after it, which allow no token, do not count. The matchers then
     give the drafts back; those accepted come again with the next mask.
     """
 
@@ -174,11 +174,10 @@ class GrammarMasks:
         """Fill the masks of the rows after drafts: in each round those after one more draft of each sequence."""
         going = drafted = [walk for walk in walks if walk.drafts and not walk.output.failed]
         while going:
-            going = [walk for walk in going if self._go_on(walk, masks)]
+            going = [walk for walk in going if self._go_on(walk)]
             self._fill(going, masks)
             going = [walk for walk in going if walk.output.matcher is not None]
         for walk in drafted:
-            masks[walk.row + 1 : walk.first + len(walk.drafts) + 1] = -1
             if walk.output.matcher is None or not walk.taken:
                 continue
             try:
@@ -186,14 +185,12 @@ class GrammarMasks:
             except Exception as error:
                 self._fail_amid_drafts(walk, error)
 
-    def _go_on(self, walk: _Walk, masks: Masks) -> bool:
+    def _go_on(self, walk: _Walk) -> bool:
         """Accept the next draft of a sequence; False if its masks end here."""
         try:
             return walk.go_on()
         except Exception as error:
             self._fail_amid_drafts(walk, error)
-            walk.taken += 1
-            masks[walk.row] = 0
             return False
 
     def _fill(self, walks: list[_Walk], masks: Masks) -> None:

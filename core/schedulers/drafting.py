@@ -36,11 +36,8 @@ class Drafting:
         """What `lengths.begin` returned for the step that is planned next; None: it was not called yet."""
         self._queues = queues
         self._max_drafts = speculator.spec.max_drafts
-        self._sequences: dict[str, SpeculatedSequence | None] = {}
-        """By request id, the requests that have decoded; None: the request has no drafts.
-
-        No request has drafts before its min_tokens either, since the sampler bans the tokens that end it for a step.
-        """
+        self._sequences: dict[str, SpeculatedSequence] = {}
+        """By request id, the requests that have decoded."""
         self._predictions: dict[str, PredictedOutput] = {}
         """By request id, of the requests that have one."""
         self._planned: dict[RequestState, tuple[int, ...]] = {}
@@ -186,10 +183,8 @@ class Drafting:
             sequence = self._sequences[state.id]
         except KeyError:
             sequence = self._sequences[state.id] = _speculated(state)
-            if sequence is not None and state.request.prediction:
+            if state.request.prediction:
                 self._predictions[state.id] = PredictedOutput(state.request.prediction)
-        if sequence is None or state.output_len < state.params.min_tokens:
-            return ()
         limit = min(room, self._max_drafts, state.max_output - state.sampled - 1)
         if limit > 0 and self._lengths is not None:
             limit = min(limit, self._lengths.limit(state.id))
@@ -202,10 +197,8 @@ class Drafting:
         return self._speculator.propose(sequence, limit)
 
 
-def _speculated(state: RequestState) -> SpeculatedSequence | None:
-    """A request as the speculator sees it; None: it has no drafts, since its next token depends on those before it."""
-    if state.params.no_drafts_because:
-        return None
+def _speculated(state: RequestState) -> SpeculatedSequence:
+    """A request as the speculator sees it."""
     return SpeculatedSequence(
         request_id=state.id,
         tokens=state.tokens,

@@ -172,7 +172,7 @@ class Scheduler:
         limit = max_output(request, max_len=self._max_len, cache_tokens=self._blocks.max_tokens)
         params = request.params
         if request.prediction:
-            check_prediction(params, speculates=self.speculates)
+            check_prediction(speculates=self.speculates)
             if len(request.prediction) > self._max_len:
                 raise InvalidRequestError(
                     f"a prediction of {len(request.prediction)} tokens exceeds {self._max_len} tokens, the longest "
