@@ -14,7 +14,8 @@ from hypothesis import given
 from engine.core.engine import Engine
 from engine.core.generation import Completion
 from engine.core.grammars.grammar import Grammar
-from engine.core.types import SamplingParams
+from engine.core.speculators.grammar_drafts import GrammarDrafts
+from engine.core.types import Request, SamplingParams
 from tests.core.sampling.speculation_reference import chi_square
 from tests.core.test_engine_grammars import PARENS, PATTERNS, PERSON, PROMPTS, SCHEMAS, few, make_engine, params
 from tests.core.told_speculator import Told
@@ -22,6 +23,13 @@ from tests.core.told_speculator import Told
 QUALITIES = (0, 2, 3, 1)
 """Every how many tokens a draft is wrong: never, every second, every third, always."""
 TOLD: dict[str, Any] = {"speculator": Told, "speculator__length": "fixed", "speculator__max_drafts": 4}
+
+
+@pytest.fixture(params=["shortened", "as they are"])
+def proposals(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shortened by the grammar before they are verified, or not."""
+    if request.param == "as they are":
+        monkeypatch.setattr(GrammarDrafts, "choose", lambda self, output, proposal, limit: proposal)
 
 
 @pytest.fixture(autouse=True)
@@ -70,20 +78,20 @@ def check_same(engine: Engine, asked: SamplingParams, prompts: Sequence[tuple[in
 
 @few
 @given(schema=SCHEMAS)
-def test_json_schemas(engine: Engine, schema: dict[str, Any]) -> None:
+def test_json_schemas(engine: Engine, proposals: None, schema: dict[str, Any]) -> None:
     for temperature in (0.0, 1.0):
         check_same(engine, params(Grammar.json_schema(schema), temperature=temperature, max_tokens=60))
 
 
 @few
 @given(pattern=PATTERNS)
-def test_regular_expressions(engine: Engine, pattern: str) -> None:
+def test_regular_expressions(engine: Engine, proposals: None, pattern: str) -> None:
     for temperature in (0.0, 1.0):
         check_same(engine, params(Grammar.regex(pattern), temperature=temperature, max_tokens=40))
 
 
 @pytest.mark.parametrize("texts", [["yes", "no"], ["a", "ab", "abc"], ['"\\\n', "é🙂", "é🙃"]])
-def test_choices_and_the_end_amid_accepted_drafts(engine: Engine, texts: list[str]) -> None:
+def test_choices_and_the_end_amid_accepted_drafts(engine: Engine, proposals: None, texts: list[str]) -> None:
     before = accepted(engine)
     for temperature in (0.0, 1.0):
         for done in check_same(engine, params(Grammar.choice(texts), temperature=temperature)):
@@ -92,7 +100,7 @@ def test_choices_and_the_end_amid_accepted_drafts(engine: Engine, texts: list[st
     assert accepted(engine) > before
 
 
-def test_drafts_after_the_end_change_nothing(uniproc: Engine) -> None:
+def test_drafts_after_the_end_change_nothing(uniproc: Engine, proposals: None) -> None:
     [end] = uniproc.checkpoint.eos_tokens()
     asked = params(Grammar.regex("[ab]{3}"), temperature=0.0)
     [alone] = uniproc.generate(PROMPTS[:1], asked)
@@ -109,6 +117,48 @@ def test_perfect_drafts_save_steps(uniproc: Engine) -> None:
     Told.tell(told(alone))
     uniproc.generate(PROMPTS, asked)
     assert uniproc.stats().steps - before <= 3 + max(len(done.token_ids) for done in alone) // 5
+
+
+def test_forced_texts_are_drafts_without_a_proposal_too(engine_checkpoint: Path) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"temperature": {"type": "boolean"}, "precipitation": {"enum": ["millimetres", "inches"]}},
+        "required": ["temperature", "precipitation"],
+        "additionalProperties": False,
+    }
+    asked = params(Grammar.json_schema(schema), temperature=0.0)
+    compact = {"grammar__options": {"max_whitespace": 0}}
+    with make_engine(engine_checkpoint, **compact) as plain:
+        alone = plain.generate(PROMPTS, asked)
+        plain_steps = plain.stats().steps
+    with make_engine(engine_checkpoint, **TOLD, **compact) as engine:
+        assert list(map(essence, engine.generate(PROMPTS, asked))) == list(map(essence, alone))
+        assert engine.stats().steps < plain_steps - 10
+        assert accepted(engine) > 10
+
+
+def test_drafts_that_the_grammar_refuses_are_not_verified(uniproc: Engine) -> None:
+    [token] = uniproc.tokenizer.encode("z", add_special_tokens=False)
+    before = uniproc.stats().speculation
+    Told.tell({PROMPTS[0]: (token,) * 30})
+    [done] = uniproc.generate(PROMPTS[:1], params(Grammar.regex("[ab]{20,25}"), temperature=0.0))
+    assert set(done.text) <= {"a", "b"}
+    assert uniproc.stats().speculation == before
+
+
+def test_a_prediction_counts_as_far_as_the_grammar_allows_it(uniproc: Engine) -> None:
+    asked = params(Grammar.regex("[ab]{20,25}"), temperature=0.0)
+    [alone] = uniproc.generate(PROMPTS[:1], asked)
+    for prediction in (alone.token_ids, (*alone.token_ids[:3], 5, 6, 7)):
+        uniproc.add(Request(id="one", prompt=PROMPTS[0], params=asked, prediction=prediction))
+        outputs = []
+        while uniproc.has_work:
+            outputs += uniproc.step()
+        assert tuple(token for output in outputs for token in output.tokens) == alone.token_ids
+        assert outputs[-1].prediction_tokens is not None
+        right, wrong = outputs[-1].prediction_tokens
+        assert right >= (2 if 5 in prediction else len(alone.token_ids) // 2)
+        assert wrong == 0
 
 
 def test_logprobs_are_those_without_drafts(uniproc: Engine) -> None:
@@ -137,7 +187,7 @@ def test_logprobs_are_those_without_drafts(uniproc: Engine) -> None:
     ],
     ids=", ".join,
 )
-def test_ends_and_edits_are_those_without_drafts(uniproc: Engine, changes: dict[str, Any]) -> None:
+def test_ends_and_edits_are_those_without_drafts(uniproc: Engine, proposals: None, changes: dict[str, Any]) -> None:
     before = accepted(uniproc)
     for temperature in (0.0, 1.0):
         for pattern in ("[abc]{4,20}", "a*(b|c)?"):
