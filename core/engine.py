@@ -253,6 +253,7 @@ class Engine:
             meter=meter,
             speculator=speculator,
             draft_lengths=lengths,
+            grammars=self._grammars,
             unknown_sequences=times.sequences if times is not None else (),
         )
         overlap = self.config.scheduler.overlap

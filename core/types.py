@@ -226,14 +226,6 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
-    def no_drafts_because(self) -> str:
-        """What makes the next token depend on more than the tokens before, so that there are no drafts; empty: nothing
-        does."""
-        if self.grammar is not None:
-            return "a grammar that the output must match"
-        return "penalties" if self.has_penalties else ""
-
-    @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken: by temperature (0 or nearly 0), or by top_k = 1."""
         return self.temperature < GREEDY_BELOW_TEMPERATURE or self.top_k == 1

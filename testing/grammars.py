@@ -176,6 +176,44 @@ class GrammarConformance:
                 assert np.array_equal(bits(mask)[: len(TOKENS)], allowed(other)), f"{case.grammar}: a mask is wrong"
                 other.accept(token)
 
+    def test_allowed_tokens(self) -> None:
+        """count_allowed() says how far the grammar lets tokens come, the end included, and changes nothing."""
+        for case, compiled in self.cases():
+            matcher = compiled.matcher()
+            text = tokenize(case.good[0], random.Random(1))
+            for tokens, expected in (
+                ([], 0),
+                (text, len(text)),
+                ([*text, EOS], len(text) + 1),
+                ([*text, EOS, OTHER_EOS, ord("a")], len(text) + 2),
+                ([*text[:-1], SPECIAL, *text], len(text) - 1),
+            ):
+                before = allowed(matcher)
+                found = matcher.count_allowed(tokens)
+                assert found == expected, f"{case.grammar}: count_allowed({tokens}) is {found}, not {expected}"
+                assert np.array_equal(allowed(matcher), before), f"{case.grammar}: count_allowed() changes the matcher"
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_forced_tokens(self, seed: int) -> None:
+        """forced_tokens() may come one after the other, where no other text may, and changes nothing."""
+        for case, compiled in self.cases():
+            matcher, pick = compiled.matcher(), random.Random(seed)
+            for token in (*tokenize(pick.choice(case.good), pick), EOS, None):
+                before = allowed(matcher)
+                forced = list(matcher.forced_tokens())
+                assert np.array_equal(allowed(matcher), before), f"{case.grammar}: forced_tokens() changes the matcher"
+                count = 0
+                for one in forced:
+                    others = [
+                        other for other in np.flatnonzero(allowed(matcher)) if TOKENS[other][:1] != TOKENS[one][:1]
+                    ]
+                    assert not others, f"{case.grammar}: {TOKENS[one]!r} is forced where {TOKENS[others[0]]!r} may come"
+                    assert matcher.accept(one), f"{case.grammar}: {TOKENS[one]!r} is forced, and may not come"
+                    count += 1
+                matcher.rollback(count)
+                if token is not None:
+                    matcher.accept(token)
+
     def test_batches(self) -> None:
         """fill_batch() writes the masks that fill_mask() does, of any grammars, begun and ended."""
         pick = random.Random(0)

@@ -82,6 +82,24 @@ class GrammarMatcher(ABC):
         finally:
             self.rollback(accepted)
 
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens, the first ones, may come one after the other; changes nothing."""
+        count = 0
+        try:
+            while count < len(tokens) and self.accept(tokens[count]):
+                count += 1
+        finally:
+            self.rollback(count)
+        return count
+
+    def forced_tokens(self) -> Sequence[int]:
+        """Tokens of the text that must come next, as the model would most likely write it; changes nothing.
+
+        They may come one after the other, but so may other tokens of the same text: the model has the last word. Empty
+        where different texts may come, or where to find out takes longer than a few microseconds.
+        """
+        return ()
+
     @classmethod
     def fill_batch(cls, matchers: Sequence[GrammarMatcher], masks: npt.NDArray[np.int32]) -> Sequence[Exception | None]:
         """`fill_mask` of several matchers of this class, of any grammars of one backend; may use several threads.

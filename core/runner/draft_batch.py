@@ -123,6 +123,7 @@ class DraftBatch:
         views = self._views(plain, count, len(counts), width)
         draft_rows = DraftRows(
             num_before=plain,
+            slices=step.drafts,
             counts=counts,
             drafts=views.drafts,
             first=views.first,

@@ -19,6 +19,7 @@ class DraftRows:
 
     num_before: int
     """Rows of the batch before these, which verify no drafts."""
+    slices: tuple[DraftSlice, ...]
     counts: tuple[int, ...]
     """Rows of each slice: one more than its drafts."""
     drafts: torch.Tensor
@@ -29,6 +30,14 @@ class DraftRows:
     """[slices] int64, the row of each sequence in the persistent batch and in the SamplingTable."""
     offsets: torch.Tensor
     """[rows of the batch] int64: number of drafts before each row, which are outputs once they are accepted."""
+
+    def before(self, slices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The drafts before some rows of the batch: [rows, k] int64, -1 where a row has fewer than k before.
+
+        slices: [rows] int64, the slice of each row, any for a row that verifies no draft; rows: [rows] int64.
+        """
+        places = torch.arange(self.drafts.shape[1], device=rows.device)
+        return self.drafts[slices].masked_fill(places >= self.offsets[rows][:, None], -1)
 
     @classmethod
     def of(
@@ -45,6 +54,7 @@ class DraftRows:
         tensors = to_device([drafts, first, rows, offsets], device)
         return cls(
             num_before=num_before,
+            slices=tuple(slices),
             counts=tuple(counts.tolist()),
             drafts=tensors[0],
             first=tensors[1],

@@ -5,6 +5,8 @@ The mask of a grammar comes last, so that no bias lets a token through.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +14,14 @@ import torch
 from engine.core.sampling.arithmetic import apply_masks, penalize, row_logprobs
 from engine.core.sampling.base import SamplingPath
 from engine.core.sampling.sampled_tokens import RowLogprobs, SampledTokens
-from engine.core.sampling.sampling_batch import LogitsProcessors, LogprobsRequest, ProcessedLogits, SamplingBatch
+from engine.core.sampling.sampling_batch import (
+    GrammarRows,
+    LogitsProcessors,
+    LogprobsRequest,
+    Penalties,
+    ProcessedLogits,
+    SamplingBatch,
+)
 
 if TYPE_CHECKING:
     from engine.core.models.base import Model
@@ -22,6 +31,10 @@ if TYPE_CHECKING:
     from engine.core.sampling.greedy import GreedyPath
     from engine.core.sampling.sampling_table import SamplingTable
     from engine.core.sampling.token_counts import TokenCounts
+
+
+MAX_ROWS = 256
+"""Rows that penalties and masks are applied to at a time, which bounds the memory that they take besides the logits."""
 
 
 class FullPath(SamplingPath):
@@ -56,26 +69,27 @@ class FullPath(SamplingPath):
         processors = batch.processors
         processed = grammar = masks = None
         if processors is not None:
-            chosen = self._process(logits[processors.rows].float(), processors, table_rows[processors.rows])
+            chosen = self._process(logits[processors.rows].float(), processors, table_rows[processors.rows], drafts)
             if (grammar := processors.grammar) is not None:
-                masks = self._grammar_masks.fill(grammar.sequences)
-                chosen[grammar.rows] = apply_masks(chosen[grammar.rows], masks)
+                masks = self._grammar_masks.fill(grammar.sequences, drafts)
+                _mask(chosen, grammar, masks)
             processed = ProcessedLogits(rows=processors.rows, logits=chosen)
         if batch.draws:
             tokens, max_logits = self._draw.choose(logits, batch, table_rows, processed, drafts)
         else:
             tokens, max_logits = self._greedy.choose(logits, processed)
         if processors is not None and processors.penalties is not None:
-            penalties = processors.penalties
-            self._token_counts.count(penalties.slots, tokens[processors.rows][penalties.rows])
+            self._count(processors.penalties, tokens[processors.rows], drafts)
         self._table.advance(table_rows if drafts is None else table_rows[: drafts.num_before])
         logprobs = None if batch.logprobs is None else _logprobs(logits, tokens, batch.logprobs, masks)
         sampled = SampledTokens.from_tokens(tokens, max_logits, logprobs)
         if grammar is not None:
-            self._grammar_masks.note(grammar, sampled)
+            self._grammar_masks.note(grammar, sampled, drafts)
         return sampled
 
-    def _process(self, logits: torch.Tensor, processors: LogitsProcessors, table_rows: torch.Tensor) -> torch.Tensor:
+    def _process(
+        self, logits: torch.Tensor, processors: LogitsProcessors, table_rows: torch.Tensor, drafts: DraftRows | None
+    ) -> torch.Tensor:
         """Apply bias, min_tokens and penalties; logits: [processed rows, vocab] float32, overwritten; table_rows:
         [processed rows]."""
         if (bias := processors.bias) is not None:
@@ -83,13 +97,42 @@ class FullPath(SamplingPath):
             logits.index_put_(place, logits[place] + bias.values)
         if (banned := processors.banned) is not None:
             place = (banned.rows, banned.tokens)
-            early = self._table.num_outputs[table_rows[banned.rows]] < banned.min_tokens
+            num_outputs = self._table.num_outputs[table_rows[banned.rows]]
+            if drafts is not None:
+                num_outputs += drafts.offsets[processors.rows][banned.rows]
+            early = num_outputs < banned.min_tokens
             logits.index_put_(place, logits[place].masked_fill(early, -float("inf")))
         if (penalties := processors.penalties) is not None:
-            seen, counts = self._token_counts.seen[penalties.slots], self._token_counts.counts[penalties.slots]
-            strengths = penalties.repetition, penalties.presence, penalties.frequency
-            logits[penalties.rows] = penalize(logits[penalties.rows], seen, counts, *strengths)
+            for part in _parts(len(penalties.host_rows)):
+                rows, slots = penalties.rows[part], penalties.slots[part]
+                if drafts is None:
+                    seen, counts = self._token_counts.seen[slots], self._token_counts.counts[slots]
+                else:
+                    tokens = drafts.before(penalties.slices[part], processors.rows[rows])
+                    seen, counts = self._token_counts.after(slots, tokens)
+                strengths = penalties.repetition[part], penalties.presence[part], penalties.frequency[part]
+                logits[rows] = penalize(logits[rows], seen, counts, *strengths)
         return logits
+
+    def _count(self, penalties: Penalties, tokens: torch.Tensor, drafts: DraftRows | None) -> None:
+        """Count the tokens of rows that verify no drafts. tokens: [processed rows] int64."""
+        slots, rows = penalties.slots, penalties.rows
+        if drafts is not None:
+            plain = bisect_left(penalties.host_rows, drafts.num_before)
+            slots, rows = slots[:plain], rows[:plain]
+        self._token_counts.count(slots, tokens[rows])
+
+
+def _mask(logits: torch.Tensor, grammar: GrammarRows, masks: torch.Tensor) -> None:
+    """Rule out what grammars do not allow. logits: [processed rows, vocab] float32, overwritten."""
+    for part in _parts(len(grammar.host_rows)):
+        rows = grammar.rows[part]
+        logits[rows] = apply_masks(logits[rows], masks[part])
+
+
+def _parts(rows: int) -> Iterator[slice]:
+    """Slices of at most MAX_ROWS rows each."""
+    return (slice(begin, begin + MAX_ROWS) for begin in range(0, rows, MAX_ROWS))
 
 
 def _logprobs(

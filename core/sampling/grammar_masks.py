@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,7 @@ from engine.core.types import NO_TOKEN, NewSequence
 
 if TYPE_CHECKING:
     from engine.core.grammars.compiler import Grammars
+    from engine.core.sampling.draft_rows import DraftRows
     from engine.core.sampling.sampled_tokens import SampledTokens
     from engine.core.sampling.sampling_batch import GrammarRows
 
@@ -34,28 +36,62 @@ class _Output:
 
     compiled: Future[CompiledGrammar]
     tokens: list[int]
-    """Tokens that the matcher has not accepted yet."""
+    """The output, as far as the host has it."""
     ending: Mask | None
     """The tokens that may not come before min_tokens, unless nothing else may; None: there are none."""
     min_tokens: int
-    num_outputs: int = 0
-    """Tokens that the matcher has accepted."""
+    num_accepted: int = 0
+    """Tokens that the matcher has accepted, drafts that it is to give back not included."""
     matcher: GrammarMatcher | None = None
-    """None until the grammar is compiled, and the first mask due."""
-    last: tuple[SampledTokens, int] | None = None
-    """The token sampled last and its row, which the host may not have yet; None: it is in `tokens`."""
+    """None until the grammar is compiled, and the first mask due, and after a failure amid drafts."""
+    last: tuple[SampledTokens, int, tuple[int, ...]] | None = None
+    """The tokens sampled last, which the host may not have yet, their first row, and the drafts that were verified by
+    them; None: they are in `tokens`."""
     failed: bool = False
+
+    def read(self, sampled: Sequence[int], row: int, drafts: tuple[int, ...]) -> None:
+        """Append the tokens sampled last: those of drafts up to the first that is none."""
+        for token, draft in zip(sampled[row:], (*drafts, None), strict=False):
+            self.tokens.append(token)
+            if token != draft:
+                break
+        self.last = None
 
     def advance(self) -> GrammarMatcher:
         """Accept the tokens; returns the matcher. Raises what compiling raised."""
         if self.matcher is None:
-            self.matcher = self.compiled.result().matcher()
-        for token in self.tokens:
+            self.matcher, self.num_accepted = self.compiled.result().matcher(), 0
+        for token in self.tokens[self.num_accepted :]:
             if token == NO_TOKEN or not self.matcher.accept(token):
-                raise ExecutorError(f"token {token} came after {self.num_outputs} tokens, where it may not")
-            self.num_outputs += 1
-        self.tokens.clear()
+                raise ExecutorError(f"token {token} came after {self.num_accepted} tokens, where it may not")
+            self.num_accepted += 1
         return self.matcher
+
+
+@define(eq=False)
+class _Walk:
+    """The way of a matcher along the rows of one sequence: the row after its last token, then one after each draft."""
+
+    sequence: int
+    output: _Output
+    matcher: GrammarMatcher
+    first: int
+    """First row of the masks."""
+    drafts: tuple[int, ...]
+    taken: int = 0
+    """Drafts that the matcher has accepted."""
+
+    @property
+    def row(self) -> int:
+        """The row whose mask is due."""
+        return self.first + self.taken
+
+    def go_on(self) -> bool:
+        """Accept the next draft; False if there is none, or the grammar refuses it."""
+        if self.taken == len(self.drafts) or not self.matcher.accept(self.drafts[self.taken]):
+            return False
+        self.taken += 1
+        return True
 
 
 class GrammarMasks:
@@ -63,6 +99,10 @@ class GrammarMasks:
     mask crosses a process.
 
     A mask is due only after the forward pass is launched, which overlaps with waiting for the token before.
+
+    The rows of a draft slice have the masks after each of its drafts, up to the first draft that the grammar refuses:
+    another token is sampled in its place, so the rows after it, which allow no token, do not count. The matchers then
+    give the drafts back; those accepted come again with the next mask.
     """
 
     def __init__(self, grammars: Grammars | None, vocab_size: int, device: torch.device) -> None:
@@ -87,35 +127,40 @@ class GrammarMasks:
         """Forget a sequence, if it is known."""
         self._outputs.pop(sequence, None)
 
-    def fill(self, sequences: Sequence[int]) -> torch.Tensor:
-        """The masks of the sequences' next tokens: [sequences, ceil(vocab / 32)] int32 on the device.
+    def fill(self, sequences: Sequence[int], drafts: DraftRows | None = None) -> torch.Tensor:
+        """The masks of some rows: [rows, ceil(vocab / 32)] int32 on the device.
+
+        sequences: by row, those of a draft slice one after the other. drafts: None if no row verifies drafts.
 
         Waits for the token before, which the device computes before the forward pass that is now in progress.
         A sequence that cannot go on may have no token: its logits are then not finite, which ends the request.
         """
         masks = np.zeros((len(sequences), self._words), np.int32)
+        drafts_of = _drafts_by_sequence(drafts)
         read: dict[int, list[int]] = {}
-        ready: list[GrammarMatcher] = []
-        rows: list[int] = []
-        for row_of_mask, sequence in enumerate(sequences):
-            output = self._outputs[sequence]
+        walks: list[_Walk] = []
+        first = 0
+        for sequence, rows in groupby(sequences):
+            output, count = self._outputs[sequence], len(list(rows))
             if output.last is not None:
-                sampled, row = output.last
+                sampled, row, verified = output.last
                 if id(sampled) not in read:
                     read[id(sampled)] = sampled.tokens_on_host()
-                output.tokens.append(read[id(sampled)][row])
-                output.last = None
+                output.read(read[id(sampled)], row, verified)
             if not output.failed and (matcher := self._advance(sequence, output)) is not None:
-                ready.append(matcher)
-                rows.append(row_of_mask)
-        self._fill(sequences, ready, rows, masks)
+                walks.append(_Walk(sequence, output, matcher, first, drafts_of.get(sequence, ())))
+            first += count
+        self._fill(walks, masks)
+        if drafts_of:
+            self._fill_drafts(walks, masks)
         [on_device] = to_device([masks], self._device)
         return on_device
 
-    def note(self, rows: GrammarRows, sampled: SampledTokens) -> None:
+    def note(self, rows: GrammarRows, sampled: SampledTokens, drafts: DraftRows | None = None) -> None:
         """Note where the tokens just sampled for these sequences will be."""
-        for sequence, row in zip(rows.sequences, rows.host_rows, strict=True):
-            self._outputs[sequence].last = sampled, row
+        drafts_of = _drafts_by_sequence(drafts)
+        for sequence, row in zip(reversed(rows.sequences), reversed(rows.host_rows), strict=True):
+            self._outputs[sequence].last = sampled, row, drafts_of.get(sequence, ())  # at last its first row
 
     def _advance(self, sequence: int, output: _Output) -> GrammarMatcher | None:
         """The matcher of an output after its last token; None if it cannot go on."""
@@ -125,29 +170,63 @@ class GrammarMasks:
             self._fail(sequence, error)
             return None
 
-    def _fill(self, sequences: Sequence[int], ready: list[GrammarMatcher], rows: list[int], masks: Masks) -> None:
-        """Fill the masks of matchers. rows: the row of each in `sequences` and `masks`."""
-        classes = {type(matcher) for matcher in ready}
+    def _fill_drafts(self, walks: Sequence[_Walk], masks: Masks) -> None:
+        """Fill the masks of the rows after drafts: in each round those after one more draft of each sequence."""
+        going = drafted = [walk for walk in walks if walk.drafts and not walk.output.failed]
+        while going:
+            going = [walk for walk in going if self._go_on(walk)]
+            self._fill(going, masks)
+            going = [walk for walk in going if walk.output.matcher is not None]
+        for walk in drafted:
+            if walk.output.matcher is None or not walk.taken:
+                continue
+            try:
+                walk.matcher.rollback(walk.taken)
+            except Exception as error:
+                self._fail_amid_drafts(walk, error)
+
+    def _go_on(self, walk: _Walk) -> bool:
+        """Accept the next draft of a sequence; False if its masks end here."""
+        try:
+            return walk.go_on()
+        except Exception as error:
+            self._fail_amid_drafts(walk, error)
+            return False
+
+    def _fill(self, walks: list[_Walk], masks: Masks) -> None:
+        """Fill the masks of the rows that walks have come to."""
+        classes = {type(walk.matcher) for walk in walks}
         if len(classes) > 1:
             for one in classes:
-                chosen = [at for at, matcher in enumerate(ready) if type(matcher) is one]
-                self._fill(sequences, [ready[at] for at in chosen], [rows[at] for at in chosen], masks)
+                self._fill([walk for walk in walks if type(walk.matcher) is one], masks)
             return
-        if not ready:
+        if not walks:
             return
-        filled = masks if len(rows) == len(masks) else np.zeros((len(rows), self._words), np.int32)
-        for at, problem in enumerate(type(ready[0]).fill_batch(ready, filled)):
-            sequence, mask = sequences[rows[at]], filled[at]
-            output = self._outputs[sequence]
+        all_rows = len(walks) == len(masks)
+        filled = masks if all_rows else np.zeros((len(walks), self._words), np.int32)
+        matchers = [walk.matcher for walk in walks]
+        for walk, mask, problem in zip(walks, filled, type(matchers[0]).fill_batch(matchers, filled), strict=True):
+            output = walk.output
             if problem is not None:
-                self._fail(sequence, problem)
                 mask[:] = 0
-            elif output.ending is not None and output.num_outputs < output.min_tokens:
+                if walk.taken:
+                    self._fail_amid_drafts(walk, problem)
+                else:
+                    self._fail(walk.sequence, problem)
+            elif output.ending is not None and output.num_accepted + walk.taken < output.min_tokens:
                 longer = mask & ~output.ending
                 if longer.any():
                     mask[:] = longer
-        if filled is not masks:
-            masks[rows] = filled
+        if not all_rows:
+            masks[[walk.row for walk in walks]] = filled
+
+    def _fail_amid_drafts(self, walk: _Walk, error: Exception) -> None:
+        """Give up a matcher that may be of no further use, for a new one where the output goes another way than the
+        drafts; where it goes the same way, there is no token."""
+        log.warning(
+            "sequence %d cannot go on by its grammar after %d draft tokens: %s", walk.sequence, walk.taken, error
+        )
+        walk.output.matcher = None
 
     def _fail(self, sequence: int, error: Exception) -> None:
         log.warning("sequence %d cannot go on by its grammar: %s", sequence, error)
@@ -157,3 +236,9 @@ class GrammarMasks:
         allowed = np.zeros(32 * self._words, np.uint8)
         allowed[list(tokens)] = 1
         return np.packbits(allowed, bitorder="little").view(np.int32)
+
+
+def _drafts_by_sequence(drafts: DraftRows | None) -> dict[int, tuple[int, ...]]:
+    if drafts is None:
+        return {}
+    return {part.sequence: part.tokens[1:] for part in drafts.slices}

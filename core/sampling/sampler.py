@@ -20,7 +20,7 @@ and the draw path can be captured in a CUDA graph, and steps with and without gr
 
 A sequence with drafts has a row for each of its positions, which samples by the random number of the position. Drafts
 are accepted up to the first that differs from the token sampled in its place: the tokens are those of sampling one by
-one. Such sequences have neither a grammar nor penalties, and at least min_tokens tokens.
+one. Steps 1 and 2 count the drafts before a row as outputs, and a grammar goes on by them.
 
 Sampling does not wait for the device, and does no host work per row while the batch's sequences stay the same. Rows
 that are not finite (NaN, +inf, or -inf everywhere, before or after step 2) are therefore found in
@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from engine.core.errors import ExecutorError, InvalidRequestError
@@ -48,7 +49,7 @@ from engine.core.sampling.sampling_batch import SamplingBatch, SamplingBatchBuil
 from engine.core.sampling.sampling_table import SamplingTable
 from engine.core.sampling.token_counts import TokenCounts
 from engine.core.sampling.verify import accept_matching
-from engine.core.transfer import HostCopy, tensor_to_device
+from engine.core.transfer import HostCopy, tensor_to_device, to_device
 from engine.core.types import NewSequence, SamplingParams, Step
 
 if TYPE_CHECKING:
@@ -109,6 +110,8 @@ class Sampler:
             self.remove(sequence)
         for new in step.new:
             self.add(new, row_of(new.sequence))
+        if self._until_min_tokens and (step.drafts or step.positions):
+            self._correct_min_tokens(step)
 
     def add(self, new: NewSequence, table_row: int) -> None:
         """Add a sequence; its tokens beyond the prompt count as its output.
@@ -134,6 +137,7 @@ class Sampler:
             bias=TokenBias.of(params, self._device),
             banned_tokens=banned,
             slot=self._token_counts.add(new) if params.has_penalties else None,
+            min_length=new.prompt_len + params.min_tokens,
         )
         num_outputs = len(new.tokens) - new.prompt_len
         self._sequences[new.sequence] = state
@@ -223,6 +227,8 @@ class Sampler:
             accepted = accept_matching(drafts.drafts, sampled[places.clamp(max=len(sampled) - 1)])
             last_tokens.index_copy_(0, rows, sampled[drafts.first + accepted])
             self.table.num_outputs.index_add_(0, rows, accepted + 1)
+        if self._token_counts.used:
+            self._count_verified(drafts, sampled, accepted)
         return VerifiedDrafts(rows=drafts, accepted=HostCopy.begin(accepted))
 
     def prompt_logprobs(self, step: Step, hidden: torch.Tensor, model: Model) -> StepPromptLogprobs:
@@ -237,15 +243,43 @@ class Sampler:
         return sorted(token for token in ends if token < self._vocab_size)
 
     def _count_down_min_tokens(self, sequences: tuple[int, ...]) -> None:
-        """Count one more token of each sequence. Replays of the greedy and draw paths need no count: no sequence below
-        min_tokens is in such a batch."""
+        """Count one more token of each sequence, also where drafts may add more (`_correct_min_tokens`). Replays of the
+        greedy and draw paths need no count: no sequence below min_tokens is in such a batch."""
         for number in self._until_min_tokens.keys() & set(sequences) if self._until_min_tokens else ():
-            self._until_min_tokens[number] -= 1
-            if self._until_min_tokens[number] == 0:
-                del self._until_min_tokens[number]
-                self._batch = None
-                if not _always_needs_full(self._sequences[number]):
-                    self.full_path.needed_by.discard(number)
+            self._set_missing(number, self._until_min_tokens[number] - 1)
+
+    def _correct_min_tokens(self, step: Step) -> None:
+        """Count the drafts that were accepted in earlier steps. Until then the full path serves their sequences, and
+        bans nothing too many: it counts the outputs on the device."""
+        last_tokens = (*step.positions, *((part.sequence, part.start) for part in step.drafts))
+        for number, position in last_tokens:
+            if number in self._until_min_tokens:
+                self._set_missing(number, self._sequences[number].min_length - position - 1)
+
+    def _set_missing(self, number: int, missing: int) -> None:
+        """Set how many output tokens a sequence lacks to its min_tokens."""
+        self._until_min_tokens[number] = missing
+        if missing <= 0:
+            del self._until_min_tokens[number]
+            self._batch = None
+            if not _always_needs_full(self._sequences[number]):
+                self.full_path.needed_by.discard(number)
+
+    def _count_verified(self, drafts: DraftRows, sampled: torch.Tensor, accepted: torch.Tensor) -> None:
+        """Count the tokens that came of draft slices, for the penalties. accepted: [slices] int64."""
+        slots = [
+            (number, state.slot.index)
+            for number, part in enumerate(drafts.slices)
+            if (state := self._sequences.get(part.sequence)) is not None and state.slot is not None
+        ]
+        if not slots:
+            return
+        [on_device] = to_device([np.array(slots, np.int64)], self._device)
+        chosen, slot_numbers = on_device.unbind(1)
+        num_tokens = accepted[chosen] + 1
+        places = torch.arange(drafts.drafts.shape[1] + 1, device=self._device)
+        rows = (drafts.first[chosen][:, None] + places).clamp(max=len(sampled) - 1)
+        self._token_counts.count_first(slot_numbers, sampled[rows], num_tokens)
 
     def _batch_of(self, sequences: tuple[int, ...]) -> SamplingBatch:
         if self._batch is None or self._batch.sequences != sequences:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import chain
+from itertools import chain, groupby
 
 import numpy as np
 import torch
@@ -53,6 +53,8 @@ class SequenceState:
     """[tokens] int64: ruled out until the output has min_tokens tokens; None: there are none."""
     slot: Slot | None
     """Its slot in TokenCounts; None: it has no penalties."""
+    min_length: int
+    """Length, prompt included, from which on no token is ruled out by min_tokens."""
 
     @property
     def constrained(self) -> bool:
@@ -84,7 +86,11 @@ class Penalties:
     """Repetition, presence and frequency penalties: one entry per row with any, the penalties [entries, 1] float32."""
 
     rows: torch.Tensor
+    host_rows: tuple[int, ...]
+    """The rows of the batch, ascending."""
     slots: torch.Tensor
+    slices: torch.Tensor
+    """[entries] int64: the number of the draft slice that the row is of; any for rows without drafts."""
     repetition: torch.Tensor
     presence: torch.Tensor
     frequency: torch.Tensor
@@ -92,7 +98,7 @@ class Penalties:
 
 @frozen(kw_only=True)
 class GrammarRows:
-    """Rows whose sequences have a grammar."""
+    """Rows whose sequences have a grammar; those of a draft slice follow each other."""
 
     rows: torch.Tensor
     """[constrained rows] int64."""
@@ -211,7 +217,7 @@ class SamplingBatchBuilder:
             rows=self._ints(rows),
             bias=self._bias(states),
             banned=self._banned(states, below),
-            penalties=self._penalties(states),
+            penalties=self._penalties(sequences, rows, states),
             grammar=self._grammar(sequences, rows, states),
         )
 
@@ -249,14 +255,22 @@ class SamplingBatchBuilder:
             min_tokens=self._repeated(min_tokens, tokens),
         )
 
-    def _penalties(self, states: Sequence[SequenceState]) -> Penalties | None:
-        members = [(row, state.slot.index, state.params) for row, state in enumerate(states) if state.slot is not None]
+    def _penalties(
+        self, sequences: tuple[int, ...], rows: list[int], states: Sequence[SequenceState]
+    ) -> Penalties | None:
+        members = [
+            (index, state.slot.index, state.params) for index, state in enumerate(states) if state.slot is not None
+        ]
         if not members:
             return None
-        rows, slots, params = zip(*members, strict=True)
+        indices, slots, params = zip(*members, strict=True)
+        host_rows = tuple(rows[index] for index in indices)
+        slices = _slice_numbers(sequences)
         return Penalties(
-            rows=self._ints(rows),
+            rows=self._ints(indices),
+            host_rows=host_rows,
             slots=self._ints(slots),
+            slices=self._ints([slices[row] for row in host_rows]),
             repetition=self._floats([each.repetition_penalty for each in params])[:, None],
             presence=self._floats([each.presence_penalty for each in params])[:, None],
             frequency=self._floats([each.frequency_penalty for each in params])[:, None],
@@ -325,3 +339,15 @@ class SamplingBatchBuilder:
 
     def _floats(self, values: Sequence[float]) -> torch.Tensor:
         return tensor_to_device(torch.tensor(values, dtype=torch.float32), self._device)
+
+
+def _slice_numbers(sequences: Sequence[int]) -> list[int]:
+    """The number of the draft slice that each row is of: a sequence that stands in several rows has drafts. 0 also for
+    the rows before all slices."""
+    numbers: list[int] = []
+    slices = 0
+    for _, rows in groupby(sequences):
+        count = sum(1 for _ in rows)
+        numbers += [slices] * count
+        slices += count > 1
+    return numbers

@@ -39,6 +39,11 @@ class TokenCounts:
         self._used: set[Slot] = set()
         self._free: list[int] = []
 
+    @property
+    def used(self) -> bool:
+        """Whether any sequence has a slot."""
+        return bool(self._used)
+
     @staticmethod
     def max_bytes(vocab_size: int, max_slots: int) -> int:
         """Maximum bytes of a table, reached while it grows to `max_slots`: the copy, and what is copied."""
@@ -58,10 +63,30 @@ class TokenCounts:
         self.seen[slot.index].zero_().index_fill_(0, tokens, True)
         return slot
 
+    def after(self, slots: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`seen` and `counts` of slots as they will be after some more output tokens: both [n, vocab].
+
+        slots: [n] int64, a slot any number of times; tokens: [n, k] int64, -1 for no token.
+        """
+        seen, counts = self.seen[slots], self.counts[slots]
+        counts.scatter_add_(1, tokens.clamp(min=0), (tokens >= 0).to(torch.int32))
+        return seen | (counts > 0), counts
+
     def count(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Count one more output token in each of these slots; both [n] int64, no slot twice."""
         self.counts[slots, tokens] += 1
         self.seen[slots, tokens] = True
+
+    def count_first(self, slots: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
+        """Count the first of several output tokens of each of these slots.
+
+        slots: [n] int64, no slot twice; tokens: [n, k] int64; num_tokens: [n] int64, from 1 to k.
+        """
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        counted = places < num_tokens[:, None]
+        tokens = torch.where(counted, tokens, tokens[:, :1])  # which is counted, so that `seen` may be set for all
+        self.counts.index_put_((slots[:, None], tokens), counted.to(torch.int32), accumulate=True)
+        self.seen[slots[:, None], tokens] = True
 
     def free(self, slot: Slot) -> None:
         """Make a slot available again. The indices of the other slots may change."""
@@ -73,7 +98,7 @@ class TokenCounts:
 
     def _resize(self, capacity: int) -> None:
         """Move the slots in use to the beginning of a table of `capacity` slots."""
-        used = list(self._used)
+        used = sorted(self._used, key=lambda slot: slot.index)  # as the table grows, none moves: batches keep indices
         rows = tensor_to_device(torch.tensor([slot.index for slot in used], dtype=torch.int64), self._device)
         self.counts = _resized(self.counts, rows, capacity)
         self.seen = _resized(self.seen, rows, capacity)

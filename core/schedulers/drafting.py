@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from engine.core.schedulers.queues import Queues
 from engine.core.schedulers.request_state import RequestState
@@ -11,8 +12,12 @@ from engine.core.schedulers.step_plan import StepPlan
 from engine.core.speculators.base import SpeculatedSequence
 from engine.core.speculators.checked_speculator import CheckedSpeculator
 from engine.core.speculators.draft_lengths import DraftLengths
+from engine.core.speculators.grammar_drafts import GrammarDrafts
 from engine.core.speculators.predicted_output import PredictedOutput
 from engine.core.types import DraftSlice, SpeculationStats
+
+if TYPE_CHECKING:
+    from engine.core.grammars.compiler import Grammars
 
 
 class Drafting:
@@ -22,26 +27,34 @@ class Drafting:
     is known when the result is committed. It is back among them when the next step is planned (`resume`). So all others
     advance by the step counter alone, as without a speculator.
 
-    What a request's own prediction proposes comes before what the speculator does.
+    What a request's own prediction proposes comes before what the speculator does. A request's grammar shortens both,
+    and adds what it forces.
 
     Drafts take what decodes and prefill chunks leave of a step's budget, and blocks that are available: no request
     waits or is preempted for them.
     """
 
-    def __init__(self, speculator: CheckedSpeculator, queues: Queues, lengths: DraftLengths | None = None) -> None:
-        """lengths: chooses how many drafts are verified; None: as many as are proposed."""
+    def __init__(
+        self,
+        speculator: CheckedSpeculator,
+        queues: Queues,
+        lengths: DraftLengths | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """lengths: chooses how many drafts are verified; None: as many as are proposed. grammars: has the compiled
+        grammars of requests; None: proposals are made without them."""
         self._speculator = speculator
+        self._compiler = grammars
         self._lengths = lengths
         self._may_have_drafts: bool | None = None
         """What `lengths.begin` returned for the step that is planned next; None: it was not called yet."""
         self._queues = queues
         self._max_drafts = speculator.spec.max_drafts
-        self._sequences: dict[str, SpeculatedSequence | None] = {}
-        """By request id, the requests that have decoded; None: the request has no drafts.
-
-        No request has drafts before its min_tokens either, since the sampler bans the tokens that end it for a step.
-        """
+        self._sequences: dict[str, SpeculatedSequence] = {}
+        """By request id, the requests that have decoded."""
         self._predictions: dict[str, PredictedOutput] = {}
+        """By request id, of the requests that have one."""
+        self._grammars: dict[str, GrammarDrafts] = {}
         """By request id, of the requests that have one."""
         self._planned: dict[RequestState, tuple[int, ...]] = {}
         """Drafts of the step being planned."""
@@ -154,6 +167,9 @@ class Drafting:
         self._accepted[accepted] += 1
         if self._lengths is not None:
             self._lengths.record(state.id, count, accepted)
+        grammar = self._grammars.get(state.id) if self._grammars else None
+        if grammar is not None and grammar.proposed:
+            return
         prediction = self._predictions.get(state.id) if self._predictions else None
         if prediction is not None and prediction.proposed:
             state.count_prediction(tokens, count)
@@ -171,6 +187,7 @@ class Drafting:
         """Forget a request that has ended."""
         self._sequences.pop(state.id, None)
         self._predictions.pop(state.id, None)
+        self._grammars.pop(state.id, None)
         self._speculator.finished(state.id)
         if self._lengths is not None:
             self._lengths.finished(state.id)
@@ -186,26 +203,27 @@ class Drafting:
             sequence = self._sequences[state.id]
         except KeyError:
             sequence = self._sequences[state.id] = _speculated(state)
-            if sequence is not None and state.request.prediction:
+            if state.request.prediction:
                 self._predictions[state.id] = PredictedOutput(state.request.prediction)
-        if sequence is None or state.output_len < state.params.min_tokens:
-            return ()
+            if state.params.grammar is not None and self._compiler is not None:
+                self._grammars[state.id] = GrammarDrafts(state.id, self._compiler.begin(state.params.grammar))
         limit = min(room, self._max_drafts, state.max_output - state.sampled - 1)
         if limit > 0 and self._lengths is not None:
             limit = min(limit, self._lengths.limit(state.id))
         if limit <= 0:
             return ()
+        found: Sequence[int] = ()
         if self._predictions and (prediction := self._predictions.get(state.id)) is not None:
             found = prediction.propose(state.output, limit)
-            if found:
-                return found
-        return self._speculator.propose(sequence, limit)
+        if not found:
+            found = self._speculator.propose(sequence, limit)
+        if self._grammars and (grammar := self._grammars.get(state.id)) is not None:
+            found = grammar.choose(state.output, found, limit)
+        return found
 
 
-def _speculated(state: RequestState) -> SpeculatedSequence | None:
-    """A request as the speculator sees it; None: it has no drafts, since its next token depends on those before it."""
-    if state.params.no_drafts_because:
-        return None
+def _speculated(state: RequestState) -> SpeculatedSequence:
+    """A request as the speculator sees it."""
     return SpeculatedSequence(
         request_id=state.id,
         tokens=state.tokens,

@@ -29,7 +29,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 
@@ -66,6 +66,9 @@ from engine.core.types import (
     TokenLogprobs,
 )
 
+if TYPE_CHECKING:
+    from engine.core.grammars.compiler import Grammars
+
 
 class _InFlight(NamedTuple):
     """An in-flight step and the requests in it, which may have been preempted or finished since."""
@@ -82,8 +85,9 @@ class Scheduler:
     max_batch_tokens: maximum tokens per step (per iteration of a multi-step step). max_running: maximum sequences per
     step. max_len: maximum context, prompt and output together. eos_tokens: the model's end-of-sequence tokens. meter:
     counts what each planned step computes; None: nothing does. speculator: proposes drafts; None: nothing does.
-    draft_lengths: chooses how many of them are verified; None: all are. unknown_sequences: sequences
-    that the runner has but that belong to no request.
+    draft_lengths: chooses how many of them are verified; None: all are. grammars: has the compiled grammars, which
+    proposals keep to; None: they need not. unknown_sequences: sequences that the runner has but that belong to no
+    request.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class Scheduler:
         meter: StepMeter | None = None,
         speculator: CheckedSpeculator | None = None,
         draft_lengths: DraftLengths | None = None,
+        grammars: Grammars | None = None,
         unknown_sequences: Iterable[int] = (),
     ) -> None:
         """cache_metrics: those that observe `blocks`; None: the cache is not measured."""
@@ -113,7 +118,7 @@ class Scheduler:
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
         )
-        self._drafting = None if speculator is None else Drafting(speculator, self._queues, draft_lengths)
+        self._drafting = None if speculator is None else Drafting(speculator, self._queues, draft_lengths, grammars)
         self._queues.forget(unknown_sequences)
         self._blocks = blocks
         self._cache_metrics = self._planner.cache_metrics = cache_metrics
@@ -172,7 +177,7 @@ class Scheduler:
         limit = max_output(request, max_len=self._max_len, cache_tokens=self._blocks.max_tokens)
         params = request.params
         if request.prediction:
-            check_prediction(params, speculates=self.speculates)
+            check_prediction(speculates=self.speculates)
             if len(request.prediction) > self._max_len:
                 raise InvalidRequestError(
                     f"a prediction of {len(request.prediction)} tokens exceeds {self._max_len} tokens, the longest "

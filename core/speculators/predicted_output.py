@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from engine.core.errors import InvalidRequestError
 from engine.core.tokens import Tokens
-from engine.core.types import SamplingParams
 
 IdsT = TypeVar("IdsT", int, npt.NDArray[np.int64])
 _MIN_AGREEMENT = 2
@@ -120,17 +119,12 @@ class PredictedOutput:
         return (first * self._base + second) * len(self._prediction)
 
 
-def check_prediction(params: SamplingParams, *, speculates: bool) -> None:
+def check_prediction(*, speculates: bool) -> None:
     """Raise InvalidRequestError for a request whose prediction could have no effect. speculates: whether the engine has
     a speculator."""
     if not speculates:
         raise InvalidRequestError(
             "prediction takes effect only with speculative decoding, which is off here; choose a speculator "
             "(--speculator auto), or leave prediction out",
-            "prediction",
-        )
-    if reason := params.no_drafts_because:
-        raise InvalidRequestError(
-            f"prediction has no effect with {reason}; leave one of the two out",
             "prediction",
         )

@@ -238,6 +238,17 @@ class _Matcher(GrammarMatcher):
             return True
         return self._matcher.try_consume_tokens([token]) == 1
 
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        if self._ended or not self._eos_tokens.isdisjoint(tokens):
+            return super().count_allowed(tokens)
+        return self._matcher.validate_tokens(list(tokens))
+
+    def forced_tokens(self) -> list[int]:
+        if self._ended:
+            return []
+        forced = self._matcher.compute_ff_tokens()
+        return forced if self._eos_tokens.isdisjoint(forced) else []
+
     def rollback(self, count: int) -> None:
         ends = min(count, self._ended)
         self._ended -= ends

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,7 @@ class XGrammar(GrammarBackend[JsonOptions]):
         self._eos_mask = eos_mask(vocabulary)
         self._tokens_mask = _tokens_mask(len(vocabulary.tokens))
         self._formats = FormatResolver(vocabulary)
+        self._encode = vocabulary.encode
         special = vocabulary.special_tokens - vocabulary.eos_tokens
         texts = [NO_TEXT if token in special else text for token, text in enumerate(vocabulary.tokens)]
         self._tokenizer = xgrammar.TokenizerInfo(
@@ -74,7 +76,7 @@ class XGrammar(GrammarBackend[JsonOptions]):
         except RuntimeError as error:  # the only class that the library raises
             reason = _PLACE.sub("", " ".join(str(error)[:_MAX_ERROR].split()))
             raise InvalidRequestError(f"xgrammar refuses the {grammar.kind}: {reason}", "grammar") from None
-        compiled = _Compiled(made, self._eos_mask, self._tokens_mask)
+        compiled = _Compiled(made, self._eos_mask, self._tokens_mask, self._encode)
         if not allows_any(compiled.matcher(), self._eos_mask):
             raise InvalidRequestError(f"xgrammar refuses the {grammar.kind}: no text matches it", "grammar")
         return compiled
@@ -93,22 +95,36 @@ class XGrammar(GrammarBackend[JsonOptions]):
 
 
 class _Compiled(CompiledGrammar):
-    def __init__(self, compiled: Any, eos: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32]) -> None:
+    def __init__(
+        self,
+        compiled: Any,
+        eos: npt.NDArray[np.int32],
+        tokens: npt.NDArray[np.int32],
+        encode: Callable[[str], list[int]],
+    ) -> None:
         self._compiled = compiled
         self._eos = eos
         self._tokens = tokens
+        self._encode = encode
 
     def matcher(self) -> GrammarMatcher:
         import xgrammar
 
-        return _Matcher(xgrammar.GrammarMatcher(self._compiled), self._eos, self._tokens)
+        return _Matcher(xgrammar.GrammarMatcher(self._compiled), self._eos, self._tokens, self._encode)
 
 
 class _Matcher(GrammarMatcher):
-    def __init__(self, matcher: Any, eos: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32]) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        eos: npt.NDArray[np.int32],
+        tokens: npt.NDArray[np.int32],
+        encode: Callable[[str], list[int]],
+    ) -> None:
         self._matcher = matcher
         self._eos = eos
         self._tokens = tokens
+        self._encode = encode
         self._more_ends = 0
         """End-of-sequence tokens accepted after the first, of which the library takes none."""
 
@@ -129,6 +145,13 @@ class _Matcher(GrammarMatcher):
             self._more_ends += ends
             return ends
         return bool(self._matcher.accept_token(token))
+
+    def forced_tokens(self) -> list[int]:
+        if self.is_terminated:
+            return []
+        text = self._matcher.find_jump_forward_string()
+        tokens = self._encode(text)[:-1] if text else []  # what follows the text may change its last token
+        return tokens[: self.count_allowed(tokens)]
 
     def rollback(self, count: int) -> None:
         ends = min(count, self._more_ends)

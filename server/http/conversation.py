@@ -59,7 +59,7 @@ async def respond(
     )
     prediction = Tokens()
     if conversation.prediction is not None:
-        check_prediction(params, speculates=service.speculates)
+        check_prediction(speculates=service.speculates)
         prediction = await service.encode_prediction(conversation.prediction, names.prediction)
     requests = service.requests(
         name,

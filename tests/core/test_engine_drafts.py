@@ -147,13 +147,48 @@ def test_output_ends_where_it_ends_without_drafts(shared: Engine, expected: list
     assert (done.token_ids, done.finish_reason) == (expected[2][:at], "length")
 
 
-def test_requests_whose_next_token_depends_on_more_have_no_drafts(shared: Engine) -> None:
-    before = speculation(shared)
-    params = attrs.evolve(GREEDY, repetition_penalty=1.3)
+@pytest.mark.parametrize("base", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+        {"frequency_penalty": -1.0},
+        {"min_tokens": 12, "ignore_eos": False},
+    ],
+    ids=lambda edits: next(iter(edits)),
+)
+def test_edits_by_the_outputs_so_far_are_those_without_drafts(
+    shared: Engine, base: SamplingParams, edits: dict[str, Any]
+) -> None:
+    params = attrs.evolve(base, **edits)
     alone = tokens_of(shared, params)
-    Told.tell(told(alone))
-    assert tokens_of(shared, params) == alone
-    assert speculation(shared) == before
+    if "min_tokens" in edits:
+        params = attrs.evolve(params, stop_token_ids=tuple({token for tokens in alone for token in tokens[2:14]}))
+        alone = tokens_of(shared, params)
+        assert all(len(tokens) >= 12 for tokens in alone)
+        assert any(len(tokens) < 24 for tokens in alone)
+    else:
+        assert alone != tokens_of(shared, base)
+    before = sum(speculation(shared).accepted)
+    for wrong_every in QUALITIES:
+        Told.tell(told(alone), wrong_every)
+        assert tokens_of(shared, params) == alone
+    assert sum(speculation(shared).accepted) >= before + 50
+
+
+def test_a_stop_string_waits_for_min_tokens_amid_accepted_drafts(shared: Engine) -> None:
+    tokens = tuple(shared.tokenizer.encode("abcdefghij" * 2, add_special_tokens=False))
+    bias = dict.fromkeys(tokens, 60.0)
+    params = attrs.evolve(GREEDY, logit_bias=bias, frequency_penalty=2.0)
+    [whole] = shared.generate([PROMPTS[0]], params)
+    for at in range(1, 20, 3):
+        params = attrs.evolve(params, stop=(whole.text[at],), min_tokens=at + 2)
+        Told.tell({})
+        [alone] = shared.generate([PROMPTS[0]], params)
+        Told.tell({PROMPTS[0]: whole.token_ids})
+        [done] = shared.generate([PROMPTS[0]], params)
+        assert (done.text, done.finish_reason) == (alone.text, alone.finish_reason)
 
 
 def test_windows_keep_what_tokens_after_rejected_drafts_attend_to(tmp_path: Path) -> None:

@@ -42,15 +42,19 @@ def make_engine(checkpoint: Path, **options: Any) -> Engine:
     return Engine(str(checkpoint), **{**common, **options})
 
 
-@pytest.fixture(scope="module", params=["uniproc", "multiproc"])
+NGRAM = {"speculator": "ngram", "speculator__options": {"min_n": 1}, "speculator__length": "fixed"}
+
+
+@pytest.fixture(scope="module", params=["uniproc", "multiproc", "ngram"])
 def engine(request: pytest.FixtureRequest, engine_checkpoint: Path) -> Iterator[Engine]:
-    with make_engine(engine_checkpoint, executor=request.param) as made:
+    options = NGRAM if request.param == "ngram" else {"executor": request.param}
+    with make_engine(engine_checkpoint, **options) as made:
         yield made
 
 
-@pytest.fixture(scope="module")
-def uniproc(engine_checkpoint: Path) -> Iterator[Engine]:
-    with make_engine(engine_checkpoint) as made:
+@pytest.fixture(scope="module", params=["uniproc", "ngram"])
+def uniproc(request: pytest.FixtureRequest, engine_checkpoint: Path) -> Iterator[Engine]:
+    with make_engine(engine_checkpoint, **(NGRAM if request.param == "ngram" else {})) as made:
         yield made
 
 

@@ -53,9 +53,15 @@ def start(tmp_path_factory: pytest.TempPathFactory, start_server: Callable[[Sequ
 
 
 @pytest.fixture(scope="module")
-def server(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    template = tmp_path_factory.mktemp("template") / "tools.jinja"
-    template.write_text("{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE)
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chat template that names the tools."""
+    made = tmp_path_factory.mktemp("template") / "tools.jinja"
+    made.write_text("{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(start: Start, template: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     traces = tmp_path_factory.mktemp("traces")
     running = start(
         *("--api-workers", "2", "--parser", "hermes", "--chat-template", str(template)),
@@ -67,6 +73,23 @@ def server(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
 
 @pytest.fixture(scope="module")
 def client(server: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def speculating(start: Start, template: Path) -> Iterator[Any]:
+    drafts = ("--speculator", "ngram", "--speculator-option", "min_n=1", "--draft-length", "fixed")
+    running = start("--parser", "hermes", "--chat-template", str(template), *drafts)
+    yield running
+    assert running.metrics()["engine_speculation_accepted_tokens_total"] > 0
+    assert running.stop() == 0
+
+
+@pytest.fixture(params=["plain", "ngram"])
+def constrained(request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
+    """A client of a server without drafts, then of one with drafts."""
+    server = request.getfixturevalue("speculating" if request.param == "ngram" else "server")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
         yield made
 
@@ -127,7 +150,7 @@ class Person(pydantic.BaseModel):
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_parse_returns_what_the_model_class_asks_for(client: openai.OpenAI, temperature: int) -> None:
+def test_parse_returns_what_the_model_class_asks_for(constrained: openai.OpenAI, temperature: int) -> None:
     asked: Any = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "somebody"}],
@@ -136,9 +159,9 @@ def test_parse_returns_what_the_model_class_asks_for(client: openai.OpenAI, temp
         "response_format": Person,
         "n": 4,
     }
-    whole = client.chat.completions.parse(**asked, seed=5)
+    whole = constrained.chat.completions.parse(**asked, seed=5)
     assert all(isinstance(choice.message.parsed, Person) for choice in whole.choices)
-    with client.chat.completions.stream(**asked, seed=5) as stream:
+    with constrained.chat.completions.stream(**asked, seed=5) as stream:
         streamed = stream.get_final_completion()
     assert [choice.message.parsed for choice in streamed.choices] == [choice.message.parsed for choice in whole.choices]
 
@@ -179,38 +202,38 @@ ODD: Any = {"type": "object", "properties": {"a": {"type": "array", "items": {"t
 
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("name", ["required", "Weather"])
-def test_a_call_that_is_asked_for_comes(client: openai.OpenAI, name: str, temperature: int) -> None:
+def test_a_call_that_is_asked_for_comes(constrained: openai.OpenAI, name: str, temperature: int) -> None:
     choice: Any = name if name == "required" else {"type": "function", "function": {"name": name}}
     asked = {**CALLS, "tools": STRICT, "tool_choice": choice, "temperature": temperature, "n": 2, "seed": 3}
-    whole = client.chat.completions.parse(**asked)
+    whole = constrained.chat.completions.parse(**asked)
     for one in whole.choices:
         assert one.finish_reason == ("tool_calls" if name == "required" else "stop")
         assert one.message.content is None
         assert one.message.tool_calls is not None
         [call] = one.message.tool_calls
         assert isinstance(call.function.parsed_arguments, (Weather, Now) if name == "required" else Weather)
-    with client.chat.completions.stream(**asked) as stream:
+    with constrained.chat.completions.stream(**asked) as stream:
         streamed = stream.get_final_completion()
     assert [[call.function.arguments for call in one.message.tool_calls or ()] for one in streamed.choices] == [
         [call.function.arguments for call in one.message.tool_calls or ()] for one in whole.choices
     ]
 
 
-def test_the_model_may_answer_or_call(client: openai.OpenAI) -> None:
+def test_the_model_may_answer_or_call(constrained: openai.OpenAI) -> None:
     asked = {**CALLS, "tools": STRICT, "n": 4, "seed": 1, "max_completion_tokens": 40}
-    for one in client.chat.completions.create(**asked).choices:
+    for one in constrained.chat.completions.create(**asked).choices:
         assert one.finish_reason in ("stop", "length", "tool_calls")
     asked |= {"max_completion_tokens": 200, "response_format": Person}
-    for choice in client.chat.completions.parse(**asked).choices:
+    for choice in constrained.chat.completions.parse(**asked).choices:
         calls = choice.message.tool_calls or []
         assert calls or isinstance(choice.message.parsed, Person)
         assert all(isinstance(call.function.parsed_arguments, (Weather, Now)) for call in calls)
 
 
-def test_only_the_allowed_tools_are_called(client: openai.OpenAI) -> None:
+def test_only_the_allowed_tools_are_called(constrained: openai.OpenAI) -> None:
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "Now"}}]}
     asked = {**CALLS, "tools": STRICT, "n": 4, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
-    for choice in client.chat.completions.create(**asked).choices:
+    for choice in constrained.chat.completions.create(**asked).choices:
         [call] = choice.message.tool_calls
         assert (call.function.name, json.loads(call.function.arguments)) == ("Now", {})
 
@@ -261,9 +284,9 @@ def test_responses_with_a_call_that_is_asked_for(client: openai.OpenAI) -> None:
     assert re.fullmatch("[0-9]{3}", dialled.input)
 
 
-def test_structured_outputs_by_the_names_of_vllm(client: openai.OpenAI) -> None:
+def test_structured_outputs_by_the_names_of_vllm(constrained: openai.OpenAI) -> None:
     def ask(**structure: Any) -> str:
-        made = client.completions.create(
+        made = constrained.completions.create(
             model="tiny", prompt="say", max_tokens=120, extra_body={"structured_outputs": structure}
         )
         assert made.choices[0].finish_reason == "stop"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,8 +14,8 @@ from engine.core.errors import InvalidRequestError
 from engine.core.grammars.base import CompiledGrammar, GrammarMatcher
 from engine.core.grammars.grammar import Grammar
 from engine.plugins.grammars.llguidance import LLGuidance
-from engine.testing.grammar_cases import CASES, EMPTY, EOS, KEYWORDS, TOKENS, WORDS
-from engine.testing.grammars import GrammarConformance, bits
+from engine.testing.grammar_cases import CASES, EMPTY, EOS, KEYWORDS, SPECIAL, TOKENS, WORDS
+from engine.testing.grammars import GrammarConformance, allowed, bits
 
 
 class Matcher(GrammarMatcher):
@@ -160,6 +161,30 @@ class DraftGoesOn(Matcher):
         return super().fill_masks(masks, draft) and len(draft) + 1
 
 
+class CountsAll(Matcher):
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        return len(tokens)
+
+
+class CountsAndStays(Matcher):
+    """Does not go back."""
+
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        return sum(1 for _ in takewhile(self.accept, tokens))
+
+
+class ForcesAnything(Matcher):
+    """Forces a token that may come, where others may."""
+
+    def forced_tokens(self) -> list[int]:
+        return np.flatnonzero(allowed(self))[:1].tolist()
+
+
+class ForcesWrong(Matcher):
+    def forced_tokens(self) -> list[int]:
+        return [*self.inner.forced_tokens(), SPECIAL]
+
+
 class BatchesLate(Matcher):
     """Writes the masks of a batch one row further on."""
 
@@ -248,6 +273,10 @@ def broken(backend: type[Backend], test: str, *arguments: Any) -> None:
         (OneBack, "test_rollback", (0,)),
         (DraftChanges, "test_drafts", ()),
         (DraftGoesOn, "test_drafts", ()),
+        (CountsAll, "test_allowed_tokens", ()),
+        (CountsAndStays, "test_allowed_tokens", ()),
+        (ForcesAnything, "test_forced_tokens", (0,)),
+        (ForcesWrong, "test_forced_tokens", (0,)),
         (BatchesLate, "test_batches", ()),
     ],
 )

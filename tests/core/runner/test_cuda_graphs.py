@@ -19,6 +19,7 @@ from engine.core.attention.batch import ForwardBatch
 from engine.core.config.tree import EngineConfig, ExecutorConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import ConfigError
+from engine.core.grammars.grammar import Grammar
 from engine.core.plugin_host.derived import use_graphs
 from engine.core.runner import cuda_graphs, piecewise_graphs, start
 from engine.plugins.attention.torch import TorchAttention
@@ -158,7 +159,21 @@ def test_drafts_between_replays_give_the_same_tokens(
 
 
 @pytest.mark.parametrize(
-    "asked", [{"temperature": 0.8, "top_p": 0.9, "seed": 7}, {"logit_bias": ((3, 2.0),), "logprobs": 1}], ids=str
+    "asked",
+    [
+        {"temperature": 0.8, "top_p": 0.9, "seed": 7},
+        {"logit_bias": ((3, 2.0),), "logprobs": 1},
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.5},
+        {"grammar": Grammar.regex("[a-f]{3,20}"), "ignore_eos": False},
+        {
+            "grammar": Grammar.regex("[a-f]{20}"),
+            "ignore_eos": False,
+            "presence_penalty": 1.0,
+            "temperature": 1.0,
+            "seed": 7,
+        },
+    ],
+    ids=", ".join,
 )
 def test_each_sampling_path_verifies_drafts_in_replays(
     checkpoint: Path, replays: type[ReplayByRunning], asked: dict[str, Any]

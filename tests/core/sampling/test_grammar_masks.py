@@ -17,6 +17,7 @@ from engine.core.grammars.grammar import Grammar
 from engine.core.sampling.arithmetic import apply_masks
 from engine.core.sampling.sampler import Sampler
 from engine.core.types import NewSequence, SamplingParams
+from tests.core.told_speculator import Told
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 100])
@@ -97,6 +98,80 @@ def test_a_grammar_that_fails_ends_its_request_alone(
     assert f"no token may follow after {tokens} tokens of output" in str(broken.error)
     assert reason in caplog.text
     assert engine.generate([[1, 2, 3]], limit)[0].token_ids == free.token_ids
+
+
+class Poisoned(GrammarBackend[None]):
+    """Allows every token, and fails for good as the grammar says at one of them."""
+
+    api = "1"
+    kinds = frozenset({"mask", "accept", "refuse", "rollback"})
+
+    def __init__(self, vocabulary: GrammarVocabulary, options: None) -> None:
+        pass
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        return PoisonedGrammar(grammar)
+
+
+class PoisonedGrammar(FailingGrammar):
+    def matcher(self) -> GrammarMatcher:
+        return PoisonedMatcher(self.grammar)
+
+
+class PoisonedMatcher(GrammarMatcher):
+    is_terminated = False
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.kind, self.poison, self.broken = grammar.kind, int(grammar.source), False
+
+    def fill_mask(self, mask: npt.NDArray[np.int32]) -> None:
+        if self.broken:
+            raise InvalidRequestError("this is too complex")
+        mask[:] = -1
+
+    def accept(self, token: int) -> bool:
+        poisoned = token == self.poison
+        if poisoned and self.kind == "accept":
+            self.broken = True
+            raise KeyError("tide")
+        if poisoned and self.kind == "mask":
+            self.broken = True
+        return not (poisoned and self.kind == "refuse")
+
+    def rollback(self, count: int) -> None:
+        if self.broken or self.kind == "rollback":
+            self.broken = True
+            raise KeyError("ebb")
+
+
+@pytest.mark.parametrize("kind", sorted(Poisoned.kinds))
+def test_a_failure_amid_drafts_counts_only_where_the_output_comes_to_it(
+    make_engine: Callable[..., Engine], kind: str
+) -> None:
+    engine = make_engine(grammar=Poisoned, speculator=Told, speculator__length="fixed", speculator__max_drafts=4)
+    prompt = (4, 5, 6)
+
+    def run(poison: int) -> Any:
+        params = SamplingParams(max_tokens=16, temperature=0.0, grammar=Grammar(kind, str(poison)))
+        [done] = engine.generate([prompt], params)
+        return done.token_ids, done.finish_reason
+
+    Told.tell({})
+    [free] = engine.generate([prompt], SamplingParams(max_tokens=16, temperature=0.0))
+    tokens = free.token_ids
+    wrong = next(token for token in range(500) if token not in tokens)
+    for at in range(1, len(tokens) - 1):
+        Told.tell({prompt: (*tokens[:at], wrong, *tokens[at + 1 :])})
+        assert run(wrong) == (tokens, "length")
+        Told.tell({})
+        alone = run(tokens[at])
+        Told.tell({prompt: tokens})
+        assert run(tokens[at]) == alone
+        assert alone[1] == ("length" if kind == "rollback" else "error")
+    Told.tell({})
+    stats = engine.stats().speculation
+    assert stats is not None
+    assert sum(stats.accepted) > 0
 
 
 def test_a_sampler_that_compiles_no_grammars_refuses_one() -> None:

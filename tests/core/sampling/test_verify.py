@@ -224,7 +224,7 @@ def test_the_target_is_the_processed_distribution(settings: dict[str, Any]) -> N
     logits = torch.randn(10, generator=torch.Generator().manual_seed(3)) * 2
     target = reference_probs(logits.numpy(), params, [], [])
     assert 0 < (target > 0).sum() <= 10
-    state = SequenceState(params=params, table_row=0, bias=None, banned_tokens=None, slot=None)
+    state = SequenceState(params=params, table_row=0, bias=None, banned_tokens=None, slot=None, min_length=0)
     batch = SamplingBatchBuilder(10, torch.device("cpu"), fused=False).build((0,), [state], ())
     assert batch.draw is not None
     scores = kept_scores(logits[None], batch.draw)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from engine.core.errors import ExecutorError
+from engine.core.grammars.base import CompiledGrammar, GrammarMatcher
+from engine.core.grammars.compiler import Grammars
 from engine.core.grammars.grammar import Grammar
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.policy import SchedulingPolicy, Split
@@ -55,6 +58,7 @@ def make(
     *,
     max_drafts: int = 3,
     num_blocks: int = 100,
+    grammars: Any = None,
     **limits: int,
 ) -> tuple[Scheduler, Scripted]:
     speculator = Scripted(answer, max_drafts)
@@ -63,6 +67,7 @@ def make(
         BlockManager(num_blocks, BLOCK_SIZE),
         eos_tokens=frozenset({EOS}),
         speculator=CheckedSpeculator(speculator),
+        grammars=grammars,
         **{"max_batch_tokens": 64, "max_running": 8, "max_len": 1000, **limits},
     )
     return scheduler, speculator
@@ -158,14 +163,83 @@ def test_last_token_is_decoded_without_drafts() -> None:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_request_has_no_drafts_where_the_next_token_depends_on_more_than_its_logits(fields: dict[str, Any]) -> None:
-    scheduler, speculator = make()
+def test_request_has_drafts_where_the_next_token_depends_on_more_than_its_logits(fields: dict[str, Any]) -> None:
+    scheduler, _ = make()
     scheduler.add(request("a", **fields))
     turn(scheduler)
+    assert drafts(plan(scheduler)) == [(1, 3, (7, 100, 101, 102))]
+
+
+class Forcing(GrammarMatcher):
+    """Allows 100 and 101, and forces what comes between 50 and 60."""
+
+    is_terminated = False
+    last = 0
+
+    def fill_mask(self, mask: Any) -> None:
+        raise AssertionError("a proposal needs no mask")
+
+    def accept(self, token: int) -> bool:
+        self.last = token
+        return True
+
+    def rollback(self, count: int) -> None:
+        raise AssertionError("nothing was accepted but the output")
+
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        return sum(token in (100, 101) for token in tokens)
+
+    def forced_tokens(self) -> Sequence[int]:
+        return range(self.last + 1, 60) if self.last in range(50, 60) else ()
+
+
+class Compiled(CompiledGrammar, Grammars):
+    """A grammar, and what compiles it."""
+
+    def __init__(self) -> None:
+        pass
+
+    def matcher(self) -> GrammarMatcher:
+        return Forcing()
+
+    def begin(self, grammar: Grammar) -> Future[CompiledGrammar]:
+        future = Future[CompiledGrammar]()
+        future.set_result(self)
+        return future
+
+
+def test_the_speculator_learns_of_its_own_drafts_alone() -> None:
+    scheduler, speculator = make(grammars=Compiled())
+    scheduler.add(request("a", 3, grammar=Grammar.regex("a")))
+    turn(scheduler)
     step = plan(scheduler)
-    assert (step.decodes, step.drafts, speculator.limits) == ((1,), (), [])
-    verify(scheduler, step)
-    assert bool(plan(scheduler).drafts) == ("min_tokens" in fields)
+    assert drafts(step) == [(1, 3, (7, 100, 101))]
+    verify(scheduler, step, (100, 57))
+    assert speculator.told == [("a", 2, 1)]
+    speculator.answer = nothing
+    step = plan(scheduler)
+    assert drafts(step) == [(1, 5, (57, 58, 59))]
+    verify(scheduler, step, (58, 59, 1))
+    assert speculator.told == [("a", 2, 1)]
+    assert scheduler.stats().speculation is not None
+    assert scheduler._drafting is not None
+    assert scheduler._drafting._grammars
+    scheduler.abort("a")
+    assert not scheduler._drafting._grammars
+
+
+def test_forced_drafts_do_not_count_as_predicted() -> None:
+    scheduler, _ = make(nothing, grammars=Compiled())
+    scheduler.add(request("a", 3, grammar=Grammar.regex("a"), prediction=(7, 100, 101, 57, 70, 71)))
+    turn(scheduler)
+    step = plan(scheduler)
+    assert drafts(step) == [(1, 3, (7, 100, 101))]
+    [output] = verify(scheduler, step, (100, 101, 57))
+    assert output.prediction_tokens == (2, 0)
+    step = plan(scheduler)
+    assert drafts(step) == [(1, 6, (57, 58, 59))]
+    [output] = verify(scheduler, step, (58, 5))
+    assert output.prediction_tokens == (2, 0)
 
 
 def test_drafts_take_what_prompts_leave_of_the_budget() -> None:

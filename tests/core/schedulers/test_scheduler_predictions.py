@@ -77,8 +77,6 @@ def test_a_prediction_is_refused_where_nothing_can_follow_it() -> None:
     with pytest.raises(InvalidRequestError, match="--speculator auto"):
         make_scheduler().add(request("a", prediction=(1, 2)))
     scheduler, _ = make()
-    with pytest.raises(InvalidRequestError, match="penalties"):
-        scheduler.add(request("a", prediction=(1, 2), presence_penalty=1.0))
     with pytest.raises(InvalidRequestError, match="a prediction of 1001 tokens exceeds 1000 tokens"):
         scheduler.add(request("a", prediction=(1,) * 1001))
     assert not scheduler.has_work

@@ -26,6 +26,7 @@ import pytest
 from engine.core import Engine, SamplingParams
 from engine.core.config.tree import EngineConfig, ExecutorConfig, ModelConfig
 from engine.core.errors import CapacityError, ControlError, ExecutorError, PluginError
+from engine.core.grammars.grammar import Grammar
 from engine.core.hooks import hookimpl
 from engine.core.plugin_host.registry import load_plugins
 from engine.core.startup import Progress
@@ -33,6 +34,7 @@ from engine.core.types import NewSequence, Step
 from engine.plugins.executors.ray import Options, RayExecutor
 from engine.plugins.executors.ray_actor import RankActor
 from engine.testing.executors import ExecutorConformance
+from tests.core.told_speculator import Told
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file <_io:ResourceWarning")  # by older versions of Ray
@@ -152,11 +154,18 @@ class TestRay(ExecutorConformance):
 def test_the_same_tokens_on_two_nodes_as_in_one_process(engine_checkpoint: Path, address: str) -> None:
     with build(engine_checkpoint, address) as one:
         expected = [made.token_ids for made in one.generate(PROMPTS, GREEDY)]
-    with build(engine_checkpoint, address, executor="ray", executor__tensor_parallel=2) as two:
+    drafts: dict[str, Any] = {"speculator": Told, "speculator__length": "fixed"}
+    with build(engine_checkpoint, address, executor="ray", executor__tensor_parallel=2, **drafts) as two:
         executor: Any = two._executor
         assert len({worker.location.node for worker in executor._workers.workers}) == 2
         assert [made.token_ids for made in two.generate(PROMPTS, GREEDY)] == expected
         assert {"import", "plugins", "ranks", "weights", "kv_cache"} <= set(dict(two.cache_info.phases))
+        asked = attrs.evolve(GREEDY, grammar=Grammar.regex("[a-f]{24,30}"), frequency_penalty=0.5, ignore_eos=False)
+        alone = [made.token_ids for made in two.generate(PROMPTS, asked)]
+        Told.tell(dict(zip(map(tuple, PROMPTS), alone, strict=True)), 3)
+        assert [made.token_ids for made in two.generate(PROMPTS, asked)] == alone
+        Told.tell({})
+        assert sum(two.stats().speculation.accepted) > 0
         stream = two.stream(PROMPTS[0], attrs.evolve(GREEDY, max_tokens=None))
         next(stream)
         os.kill(process_of(executor, 1), signal.SIGKILL)

@@ -19,6 +19,7 @@ from engine.core.config.tree import EngineConfig, ExecutorConfig, ModelConfig
 from engine.core.device import DeviceInfo
 from engine.core.distributed.rendezvous import Rendezvous
 from engine.core.errors import ExecutorError, PluginError
+from engine.core.grammars.grammar import Grammar
 from engine.core.plugin_host.registry import load_plugins
 from engine.core.startup import Phases
 from engine.plugins.executors import tp
@@ -28,6 +29,12 @@ from tests.core.told_speculator import Told
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(6)]
+
+EDITED = (
+    attrs.evolve(GREEDY, frequency_penalty=0.8, temperature=0.7, seed=2),
+    attrs.evolve(GREEDY, grammar=Grammar.regex("[a-f]{24,30}"), temperature=0.7, seed=2, ignore_eos=False),
+)
+"""Their next token depends on those before by more than the logits."""
 
 
 def build(checkpoint: Path, **settings: Any) -> Engine:
@@ -45,6 +52,13 @@ def test_the_same_tokens_as_one_rank_and_the_death_of_one_of_two(engine_checkpoi
             assert [made.token_ids for made in two.generate(PROMPTS, GREEDY)] == expected
         assert two.stats().steps - steps < GREEDY.max_tokens / 4
         Told.tell({})
+        for asked in EDITED:
+            alone = [made.token_ids for made in two.generate(PROMPTS, asked)]
+            Told.tell(dict(zip(map(tuple, PROMPTS), alone, strict=True)), 3)
+            steps = two.stats().steps
+            assert [made.token_ids for made in two.generate(PROMPTS, asked)] == alone
+            assert two.stats().steps - steps < max(map(len, alone)) - 3
+            Told.tell({})
         executor: Any = two._executor
         stream = two.stream(PROMPTS[0], attrs.evolve(GREEDY, max_tokens=None))
         next(stream)
