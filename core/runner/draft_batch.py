@@ -93,7 +93,11 @@ class DraftBatch:
             batch.computed[rows] += 1
         counts = tuple([len(part.tokens) for part in step.drafts])
         width = max(counts) - 1
-        owners, first, sources, tokens, drafts = [], [], [], [], []
+        owners: list[int] = []
+        first: list[int] = []
+        sources: list[int] = []
+        tokens: list[int] = []
+        drafts: list[int] = []
         offsets = [0] * plain
         for part, count in zip(step.drafts, counts, strict=True):
             row = batch.row(part.sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,6 +11,7 @@ from attrs import define
 from engine.core.device import DeviceInfo
 from engine.core.errors import ExecutorError
 from engine.core.runner.build_batch import build_batch
+from engine.core.runner.close_wait import CloseWait
 from engine.core.runner.device_state import DeviceState, StepGraphs
 from engine.core.runner.first_uses import NOTHING, FirstUse, FirstUses
 from engine.core.runner.lap_timer import LapTimer, StepPhase
@@ -33,6 +35,10 @@ class PendingStep:
     """As StepResult.graph_size."""
     drafts: VerifiedDrafts | None = None
     """None: the step has no drafts."""
+    close_wait: CloseWait | None = None
+    """What waits for the step; None: the step may be waited for asleep."""
+    launched: float = 0.0
+    """When the kernels were launched, by time.perf_counter; with `close_wait`."""
 
     def done(self) -> bool:
         """Whether `result` returns immediately."""
@@ -41,9 +47,13 @@ class PendingStep:
     def result(self) -> StepResult:
         """Wait for the tokens. Raises ExecutorError when the device failed."""
         try:
+            waits = self.close_wait
+            ended = waits is None or waits.wait(self.graph_size, self.launched, self.done)
             fetched = [sampled.to_host() if sampled is not None else ([], []) for sampled in self.samples]
         except RuntimeError as error:  # the only class that torch raises
             raise ExecutorError(f"step {self.step} failed on the device: {error}") from error
+        if waits is not None and not ended:
+            waits.ended(self.graph_size, self.launched)
         verified: tuple[tuple[int, ...], ...] = ()
         verified_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
         if self.drafts is not None:
@@ -79,6 +89,7 @@ class StepLauncher:
         self._device = device
         self._decode_graphs = graphs.decode
         self._piecewise_graphs = graphs.piecewise
+        self._close_wait = CloseWait()
         self._observer: Callable[[Step, Callable[[Step], PendingStep]], PendingStep] | None = None
 
     @torch.inference_mode()
@@ -110,7 +121,10 @@ class StepLauncher:
             return PendingStep(step.id, samples, (), timer.seconds, graph_size=size)
         if self._decode_graphs is not None and step.drafts and self._decode_graphs.fits(step):
             sampled, verified, size = self._decode_graphs.verify(step, timer)
-            return PendingStep(step.id, (sampled,), (), timer.seconds, graph_size=size, drafts=verified)
+            pending = PendingStep(step.id, (sampled,), (), timer.seconds, graph_size=size, drafts=verified)
+            if self._device.type == "cuda":
+                pending.close_wait, pending.launched = self._close_wait, time.perf_counter()
+            return pending
         if self._decode_graphs is not None:
             self._decode_graphs.invalidate()
         return self._launch_kernels(step, timer)
