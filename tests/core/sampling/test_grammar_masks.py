@@ -16,6 +16,7 @@ from engine.core.grammars.base import CompiledGrammar, GrammarBackend, GrammarMa
 from engine.core.grammars.grammar import Grammar
 from engine.core.sampling.arithmetic import apply_masks
 from engine.core.sampling.sampler import Sampler
+from engine.core.speculators.grammar_drafts import GrammarDrafts
 from engine.core.types import NewSequence, SamplingParams
 from tests.core.told_speculator import Told
 
@@ -146,8 +147,11 @@ class PoisonedMatcher(GrammarMatcher):
 
 @pytest.mark.parametrize("kind", sorted(Poisoned.kinds))
 def test_a_failure_amid_drafts_counts_only_where_the_output_comes_to_it(
-    make_engine: Callable[..., Engine], kind: str
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
+    monkeypatch.setattr(
+        GrammarDrafts, "choose", lambda self, output, proposal, limit: proposal
+    )  # else it may fail first
     engine = make_engine(grammar=Poisoned, speculator=Told, speculator__length="fixed", speculator__max_drafts=4)
     prompt = (4, 5, 6)
 
