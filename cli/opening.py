@@ -29,9 +29,10 @@ def located(resolved: Resolved, *, config_only: bool = False) -> Resolved:
 
     config_only: only config.json and its like are wanted. Raises what `engine.core.hub.locate` raises.
     """
-    from engine.core.hub import locate
+    from engine.core.hub import locate, locate_speculator
     from engine.core.startup_display import show_startup
 
     with show_startup(lines=False, prefix="") as listener:
+        speculator = locate_speculator(resolved.config, listener, config_only=config_only)
         model = locate(resolved.config.model, listener, config_only=config_only)
-    return attrs.evolve(resolved, config=attrs.evolve(resolved.config, model=model))
+    return attrs.evolve(resolved, config=attrs.evolve(resolved.config, model=model, speculator=speculator))

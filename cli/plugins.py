@@ -146,7 +146,7 @@ def _ask(point: str, name: str, cls: Any, question: Asked) -> Verdict:
 def _questions(config: EngineConfig, plugins: Plugins, models: list[type[Any]]) -> dict[str, Asked]:
     """Extension point -> how to ask its classes whether they refuse."""
     from engine.core.device import find_device
-    from engine.core.hub import locate
+    from engine.core.hub import locate, locate_speculator
     from engine.core.parsers import Templates
     from engine.core.plugin_host import (
         EXTENSION_POINTS,
@@ -170,6 +170,7 @@ def _questions(config: EngineConfig, plugins: Plugins, models: list[type[Any]]) 
         model = next((cls for cls in models if _ask("models", "", cls, ask_model).status == "usable"), None)
         if model is None:
             raise PluginError(f"no model plugin takes {config.model.path}")
+        config = evolve(config, speculator=locate_speculator(config, config_only=True))
         questions["speculator"] = speculator_question(config, checkpoint, model)
         questions["quant"] = quant_question(checkpoint, device)
         quant = find_quant(config, plugins, device, checkpoint)

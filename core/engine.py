@@ -36,7 +36,7 @@ from engine.core.executors.rehearsal import rehearse
 from engine.core.executors.step_times import StepTimes, measure_step_times
 from engine.core.generation import Completion, generate, stream
 from engine.core.grammars.base import GrammarBackend
-from engine.core.hub.names import locate
+from engine.core.hub.names import locate, locate_speculator
 from engine.core.kv_events.stream import EventStream
 from engine.core.models.base import ModelSpec
 from engine.core.plugin_host.derived import max_len, settle, shape_of, speculator_spec
@@ -53,6 +53,8 @@ from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.scheduler import Scheduler
 from engine.core.speculators.base import Speculator
 from engine.core.speculators.checked_speculator import CheckedSpeculator
+from engine.core.speculators.device import DeviceSpeculator
+from engine.core.speculators.device_proposals import DeviceProposals
 from engine.core.speculators.draft_lengths import DraftLengths
 from engine.core.startup import Listener, Phases
 from engine.core.startup_display import show_startup
@@ -101,7 +103,7 @@ class Engine:
         scheduler: str | type[SchedulingPolicy[Any]] | SchedulingPolicy[Any] | None = None,
         executor: str | type[Executor] | None = None,
         grammar: str | type[GrammarBackend[Any]] | None = None,
-        speculator: str | type[Speculator[Any]] | None = None,
+        speculator: str | type[Speculator[Any] | DeviceSpeculator[Any]] | None = None,
         plugins: Plugins | None = None,
         on_progress: Listener | None = None,
         **settings: object,
@@ -123,9 +125,12 @@ class Engine:
             raise ConfigError(f"on_progress must be a function, not {shortened(on_progress)}")
 
         phases = Phases(on_progress)
-        on_hub = any(map(is_hub_name, (self.config.model.path, self.config.model.tokenizer)))
+        models = (self.config.model.path, self.config.model.tokenizer, self.config.speculator.model)
+        on_hub = any(map(is_hub_name, models))
         with phases.phase("download" if on_hub else "checkpoint"), _listening(on_progress) as listener:
-            self.config = attrs.evolve(self.config, model=locate(self.config.model, listener))
+            speculator_config = locate_speculator(self.config, listener)
+            model_config = locate(self.config.model, listener)
+            self.config = attrs.evolve(self.config, model=model_config, speculator=speculator_config)
         with phases.phase("checkpoint"):
             path, generation = self.config.model.path, self.config.model.generation_config
             self.checkpoint = Checkpoint.open(path, generation_config=generation)
@@ -160,6 +165,7 @@ class Engine:
                     max_running=self.config.scheduler.max_running,
                     vocab_size=self.vocab_size,
                     full=self.device.type == "cuda",
+                    propose=self.config.speculator.max_drafts if self.parts.drafter is not None else 0,
                 )
                 times = self._measure_steps(checked, cache_info)
             self.cache_info = attrs.evolve(cache_info, phases=phases.seconds)
@@ -194,16 +200,22 @@ class Engine:
             return None
         return StepMeter(cost, peaks)
 
-    def _make_speculator(self, model_spec: ModelSpec) -> CheckedSpeculator | None:
-        """The speculator, whose methods have been called once; None: there is none."""
+    def _make_speculator(self, model_spec: ModelSpec) -> CheckedSpeculator | DeviceProposals | None:
+        """The speculator, whose methods have been called once, or what keeps the proposals of one on the device; None:
+        there is none."""
+        spec = speculator_spec(self.config, model_spec)
+        if self.parts.drafter is not None:
+            return DeviceProposals(spec)
         if self.parts.speculator is None:
             return None
-        spec, options = speculator_spec(self.config, model_spec), self.parts.options["speculators"]
+        options = self.parts.options["speculators"]
         speculator = CheckedSpeculator(self.parts.speculator(spec, options))
         speculator.rehearse()
         return speculator
 
-    def _measure_steps(self, speculator: CheckedSpeculator | None, cache: CacheInfo) -> StepTimes | None:
+    def _measure_steps(
+        self, speculator: CheckedSpeculator | DeviceProposals | None, cache: CacheInfo
+    ) -> StepTimes | None:
         """Measure how long steps are, to choose how many drafts they verify; None: they verify all."""
         if speculator is None or self.config.speculator.length == "fixed":
             return None
@@ -216,6 +228,7 @@ class Engine:
             max_len=self.max_len,
             max_running=scheduler.max_running,
             owner=self.parts.owner("executors"),
+            proposes=isinstance(speculator, DeviceProposals),
         )
         if times is None:
             log.warning(
@@ -225,7 +238,9 @@ class Engine:
             )
         return times
 
-    def _start_scheduling(self, speculator: CheckedSpeculator | None, times: StepTimes | None) -> None:
+    def _start_scheduling(
+        self, speculator: CheckedSpeculator | DeviceProposals | None, times: StepTimes | None
+    ) -> None:
         """Build the scheduler over the executor's KV cache, and the step loop."""
         lengths = None
         if speculator is not None and times is not None:

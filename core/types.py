@@ -334,6 +334,9 @@ class Step:
     positions: tuple[tuple[int, int], ...] = ()
     """(sequence, position of its next token), for sequences that had drafts in an earlier step and may decode without
     in this one or a later one: a runner does not follow how many drafts were accepted. A draft slice says its own."""
+    propose: int = 0
+    """Maximum tokens that a speculator on the device proposes after the step, for each sequence that samples. 0: it
+    proposes none, but computes the step's tokens all the same."""
     new: tuple[NewSequence, ...] = ()
     blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(block table, KV blocks to append to it), for all iterations. A table is numbered sequence * kinds + kind, where
@@ -361,6 +364,9 @@ class StepResult:
     """For each of Step.drafts, the drafts accepted and the token sampled after them, which may be NO_TOKEN."""
     verified_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     """For each of Step.drafts one entry per token, none for a sequence that did not ask; empty if no sequence asked."""
+    proposals: tuple[tuple[int, ...], ...] = ()
+    """With Step.propose: for each sequence that samples, decodes first, then the chunks that sample, then the draft
+    slices, the tokens that most likely follow the token sampled last; fewer where the sequence's blocks end."""
     prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
     """(sequence, one entry per prompt position computed in this step), for sequences that asked; the entry of a
     position is about the prompt token after that position."""

@@ -50,7 +50,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "core/parsers/custom_tools.py",
     ),
     "Grammars": ("core/grammars/base.py", "core/grammars/grammar.py"),
-    "Speculators": ("core/speculators/base.py",),
+    "Speculators": ("core/speculators/base.py", "core/speculators/device.py"),
     "Protocols": (
         "core/protocols/routes.py",
         "core/protocols/conversation.py",

@@ -78,6 +78,24 @@ class ExecutorConformance:
                 assert engine.check().ok, engine.check().detail
         assert tokens[0] == tokens[1], "the tokens are not those of uniproc"
 
+    def test_a_speculator_on_the_device(self, engine_checkpoint: Path) -> None:
+        """With the model itself as draft model, all drafts are accepted, and the greedy tokens are the same."""
+        drafts = {
+            "speculator": "draft_model",
+            "speculator__model": str(engine_checkpoint),
+            "speculator__length": "fixed",
+        }
+        tokens = []
+        for executor, ranks, given in ((self.executor, self.ranks, drafts), (reference(), 1, {})):
+            settings = {**self._settings(executor, ranks), "scheduler__max_batch_tokens": 40, **given}
+            with Engine(str(engine_checkpoint), executor=executor, **settings) as engine:
+                tokens.append([done.token_ids for done in engine.generate(PROMPTS, GREEDY)])
+                speculation = engine.stats().speculation
+            if speculation is not None:
+                assert sum(speculation.verified) > 0, "no draft was verified: StepResult.proposals may be lost"
+                assert speculation.accepted == speculation.verified, "a draft of the model itself was rejected"
+        assert tokens[0] == tokens[1], "the tokens are not those of uniproc"
+
     def test_start(self, engine_checkpoint: Path) -> None:
         """start() returns a valid CacheInfo and reports Progress."""
         reports: list[Any] = []

@@ -38,6 +38,7 @@ PATHS = (
     "model.tokenizer",
     "model.chat_template",
     "executor.kernel_cache",
+    "speculator.model",
     "server.api_key_file",
     "server.otlp_certificate",
     "server.profile_dir",
@@ -46,7 +47,7 @@ PATHS = (
     "server.uds",
 )
 """Settings that name a file or directory; in a file of settings, a relative path starts from that file's directory."""
-HUB_NAMES = ("model.path", "model.tokenizer")
+HUB_NAMES = ("model.path", "model.tokenizer", "speculator.model")
 """Settings among them that may name a model on the hub instead."""
 
 _TYPES: Mapping[type, str] = {

@@ -297,6 +297,17 @@ class SpeculatorConfig:
 
     name: str = setting("", "Speculator plugin; empty: no speculation.", flag="--speculator")
     options: Mapping[str, Any] = setting({}, "Settings of the speculator.", flag="--speculator-option")
+    model: str = setting(
+        "",
+        "Checkpoint of a speculator that runs on the device: directory, or name on the hub (ORG/NAME). Empty: it has"
+        " none of its own.",
+        flag="--speculator-model",
+    )
+    quant: str = setting(
+        AUTO,
+        "Quantization plugin of that checkpoint. auto: what the checkpoint's config.json names.",
+        flag="--speculator-quant",
+    )
     max_drafts: int = setting(
         5, "Maximum draft tokens per sequence and step.", flag="--max-drafts", aliases=("num_speculative_tokens",)
     )

@@ -27,6 +27,7 @@ def rehearse(
     max_running: int,
     vocab_size: int,
     full: bool,
+    propose: int = 0,
 ) -> None:
     """Run a prompt in two chunks and one decode step, on all ranks, and check every answer of the executor.
 
@@ -36,7 +37,7 @@ def rehearse(
 
     owner: how errors name the executor's plugin. max_tokens: of a step. full: also run a step of as many tokens as a
     step may have. A GPU's allocator then holds the memory that the first burst of requests needs; to allocate it takes
-    tens of milliseconds.
+    tens of milliseconds. propose: Step.propose of the steps that sample.
     Raises ExecutorError or PluginFaultError for what the first request would have met.
     """
     fits = longest_context(cache.kinds, cache.num_blocks, cache.block_size, max_tokens)
@@ -49,10 +50,11 @@ def rehearse(
     tables = tuple(tuple(itertools.islice(free, indices * kind.groups)) for kind in cache.kinds)
     blocks = tuple((SEQUENCE * len(tables) + number, table) for number, table in enumerate(tables))
     first = PrefillChunk(SEQUENCE, 0, 1, length == 1)
-    steps = [Step(id=STEP, decodes=(), chunks=(first,), new=(prompt,), blocks=blocks)]
+    steps = [Step(id=STEP, decodes=(), chunks=(first,), new=(prompt,), blocks=blocks, propose=propose)]
     if length > 1:
-        steps.append(Step(id=STEP, decodes=(), chunks=(PrefillChunk(SEQUENCE, 1, length - 1, True),)))
-    steps.append(Step(id=STEP, decodes=(SEQUENCE,), chunks=()))
+        rest = PrefillChunk(SEQUENCE, 1, length - 1, True)
+        steps.append(Step(id=STEP, decodes=(), chunks=(rest,), propose=propose))
+    steps.append(Step(id=STEP, decodes=(SEQUENCE,), chunks=(), propose=propose))
     asynchronous = executor.asynchronous
     expect(isinstance(asynchronous, bool), owner, "asynchronous", asynchronous, "True or False")
     calls = _CheckedCalls(executor, owner)

@@ -45,13 +45,15 @@ def measure_step_times(
     max_len: int,
     max_running: int,
     owner: str,
+    proposes: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepTimes | None:
     """Run decodes of more and more sequences, without drafts and with `max_drafts` each; None: there is no room.
 
     To be called after the rehearsal, in which results are checked; takes up to 2 seconds, or as long as a prompt and
     the first nine steps take. What remains are keys and values in blocks that are free. max_tokens: of a step; max_len:
-    of a context; owner: the executor, as errors name it. Raises what the executor raises, and StepFaultError where a
+    of a context; owner: the executor, as errors name it; proposes: whether steps with drafts also propose `max_drafts`
+    tokens, as by a speculator on the device. Raises what the executor raises, and StepFaultError where a
     result does not have the tokens of each draft slice.
     """
     length = 1 + max_drafts + _DECODES
@@ -83,7 +85,8 @@ def measure_step_times(
         chosen = tuple(range(count))
         for _ in range(_REPETITIONS):
             slices = tuple(DraftSlice(number, 1, (0,) * (1 + width)) for number in chosen)
-            step = Step(id=STEP, decodes=(), chunks=(), drafts=slices)
+            propose = max_drafts if proposes else 0
+            step = Step(id=STEP, decodes=(), chunks=(), drafts=slices, propose=propose)
             seconds, result = _time(executor, step, clock)
             _check_verified(step, result, owner)
             drafts.append((count * (1 + width), seconds))

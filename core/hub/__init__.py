@@ -6,12 +6,12 @@ from engine.core.lazy import exports
 
 if TYPE_CHECKING:
     from engine.core.hub.files import CONFIG_ONLY as CONFIG_ONLY, Wanted as Wanted
-    from engine.core.hub.names import locate as locate
+    from engine.core.hub.names import locate as locate, locate_speculator as locate_speculator
     from engine.core.hub.snapshot import Snapshot as Snapshot, fetch as fetch
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
     files=("CONFIG_ONLY", "Wanted"),
-    names=("locate",),
+    names=("locate", "locate_speculator"),
     snapshot=("Snapshot", "fetch"),
 )

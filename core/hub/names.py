@@ -7,7 +7,7 @@ from pathlib import Path
 import attrs
 
 from engine.core.config.model_name import is_hub_name
-from engine.core.config.tree import ModelConfig
+from engine.core.config.tree import EngineConfig, ModelConfig, SpeculatorConfig
 from engine.core.errors import ConfigError
 from engine.core.hub.files import CONFIG_ONLY, TOKENIZER_ONLY, Wanted
 from engine.core.hub.snapshot import fetch
@@ -48,3 +48,15 @@ def locate(model: ModelConfig, listener: Listener | None = None, *, config_only:
             f"--revision {model.revision} is for a model of the hub, and {model.path} is none; leave it out"
         )
     return model if tokenizer == model.tokenizer else attrs.evolve(model, tokenizer=tokenizer)
+
+
+def locate_speculator(
+    config: EngineConfig, listener: Listener | None = None, *, config_only: bool = False
+) -> SpeculatorConfig:
+    """The settings of the speculator with a directory in place of a name on the hub; arguments and errors are
+    `locate`'s."""
+    own = config.speculator.model
+    if not is_hub_name(own):
+        return config.speculator
+    model = attrs.evolve(config.model, path=own, revision="", tokenizer="")
+    return attrs.evolve(config.speculator, model=locate(model, listener, config_only=config_only).path)

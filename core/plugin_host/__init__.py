@@ -20,23 +20,25 @@ if TYPE_CHECKING:
     from engine.core.plugin_host.faults import raise_interrupt as raise_interrupt
     from engine.core.plugin_host.guard import STARTUP_CALLS as STARTUP_CALLS, guarded as guarded
     from engine.core.plugin_host.installed import HOME as HOME
-    from engine.core.plugin_host.registry import Plugins as Plugins, load_plugins as load_plugins
-    from engine.core.plugin_host.selection import (
-        ChosenPlugin as ChosenPlugin,
-        Parts as Parts,
+    from engine.core.plugin_host.questions import (
         Question as Question,
-        ask as ask,
         attention_question as attention_question,
-        check_names as check_names,
-        choose_parser as choose_parser,
-        find_quant as find_quant,
-        load_pair as load_pair,
         model_question as model_question,
         parser_question as parser_question,
         quant_question as quant_question,
         questions_of_machine as questions_of_machine,
-        resolve as resolve,
         speculator_question as speculator_question,
+    )
+    from engine.core.plugin_host.registry import Plugins as Plugins, load_plugins as load_plugins
+    from engine.core.plugin_host.selection import (
+        ChosenPlugin as ChosenPlugin,
+        Parts as Parts,
+        ask as ask,
+        check_names as check_names,
+        choose_parser as choose_parser,
+        find_quant as find_quant,
+        load_pair as load_pair,
+        resolve as resolve,
     )
 
 __getattr__, __dir__, __all__ = exports(
@@ -59,6 +61,15 @@ __getattr__, __dir__, __all__ = exports(
         "guarded",
     ),
     installed=("HOME",),
+    questions=(
+        "Question",
+        "attention_question",
+        "model_question",
+        "parser_question",
+        "quant_question",
+        "questions_of_machine",
+        "speculator_question",
+    ),
     registry=(
         "Plugins",
         "load_plugins",
@@ -66,18 +77,11 @@ __getattr__, __dir__, __all__ = exports(
     selection=(
         "ChosenPlugin",
         "Parts",
-        "Question",
         "ask",
-        "attention_question",
         "check_names",
         "choose_parser",
         "find_quant",
         "load_pair",
-        "model_question",
-        "parser_question",
-        "quant_question",
-        "questions_of_machine",
         "resolve",
-        "speculator_question",
     ),
 )

@@ -51,6 +51,29 @@ def cache_layout(
     )
 
 
+def one_table_layout(
+    model_spec: ModelSpec, config: EngineConfig, dtype: str, max_len: int, kv_dtype: str, ranks: int = 1
+) -> CacheLayout:
+    """The cache groups of a speculator's model without states, whose layers all use one block table of the target's.
+
+    A group has all layers of one shape and window, and memory of its own. The layout has no block kinds.
+    """
+    base = attention_spec(model_spec, config, dtype, max_len, kv_dtype, ranks)
+    members: dict[AttentionSpec, list[int]] = {}
+    for layer, window in enumerate(model_spec.sliding_windows):
+        cache = model_spec.layer_caches[layer] if model_spec.layer_caches else None
+        assert not isinstance(cache, StateShape), "a speculator's layers have no states"
+        visible = None if window is None or window >= max_len else window
+        members.setdefault(_layer_spec(base, cache, visible, ranks), []).append(layer)
+    groups = tuple(
+        CacheGroup(layers=tuple(layers), spec=_spec_of(tuple(layers), spec, base)) for spec, layers in members.items()
+    )
+    places = {layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)}
+    return CacheLayout(
+        kinds=(), groups=groups, states=(), places=tuple(places[layer] for layer in range(model_spec.num_layers))
+    )
+
+
 def _layers_per_block(spec: AttentionSpec, kinds: dict[AttentionSpec, list[int]]) -> int:
     """The number of layers that a block has room for, for the kinds that share memory with `spec`."""
     counts: dict[bool, list[int]] = {}

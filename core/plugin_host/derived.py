@@ -84,6 +84,7 @@ def speculator_spec(config: EngineConfig, model_spec: ModelSpec) -> SpeculatorSp
         vocab_size=model_spec.vocab_size,
         max_len=max_len(config, model_spec),
         max_drafts=config.speculator.max_drafts,
+        target=model_spec,
     )
 
 

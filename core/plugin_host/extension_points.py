@@ -24,6 +24,8 @@ class ExtensionPoint:
     """Versions of the contract before the current one that are still accepted."""
     optional: bool = False
     """Whether an engine may have none, which is the default: the configuration then has an empty name."""
+    other_contract: str = ""
+    """MODULE.NAME, in the room, of another abstract class that a plugin may implement instead; empty: there is none."""
     pairs: str = ""
     """Roles of two plugins that can serve together ("PREFILL,DECODE"); empty where one plugin serves."""
 
@@ -44,6 +46,14 @@ class ExtensionPoint:
         return contract
 
     @property
+    def contracts(self) -> tuple[type, ...]:
+        """The abstract classes, of which a plugin implements one."""
+        if not self.other_contract:
+            return (self.contract,)
+        module, _, name = self.other_contract.rpartition(".")
+        return self.contract, getattr(import_module(f"engine.core.{self.name}.{module}"), name)
+
+    @property
     def api(self) -> str:
         """Version of the contract."""
         return str(self.module.API)
@@ -61,9 +71,13 @@ class ExtensionPoint:
 
     def check(self, found: object, owner: str) -> None:
         """Raise PluginError unless `found` is a concrete class that fulfils the contract."""
-        wanted = f"engine.core.{self.name}.{self.contract_name}"
-        if not isinstance(found, type) or not issubclass(found, self.contract):
+        contracts = self.contracts
+        wanted = " or ".join(f"engine.core.{self.name}.{contract.__name__}" for contract in contracts)
+        if not isinstance(found, type) or not issubclass(found, contracts):
             raise PluginError(f"{owner} is {found!r}, not a subclass of {wanted}; derive it from that class")
+        wanted = next(
+            f"engine.core.{self.name}.{contract.__name__}" for contract in contracts if issubclass(found, contract)
+        )
         missing = sorted(getattr(found, "__abstractmethods__", ()))
         if missing:
             raise PluginError(
@@ -94,5 +108,12 @@ EXTENSION_POINTS = (
     ExtensionPoint("models", "model", "Model", older_apis=("1",)),
     ExtensionPoint("parsers", "parser", "Parser"),
     ExtensionPoint("grammars", "grammar", "GrammarBackend"),
-    ExtensionPoint("speculators", "speculator", "Speculator", optional=True),
+    ExtensionPoint(
+        "speculators",
+        "speculator",
+        "Speculator",
+        older_apis=("1",),
+        optional=True,
+        other_contract="device.DeviceSpeculator",
+    ),
 )

@@ -51,7 +51,7 @@ STARTUP_CALLS: dict[str, tuple[StartupCall, ...]] = {
     ),
     "parsers": (REFUSES, StartupCall("recognizes"), CONSTRUCT),
     "grammars": (REFUSES, CONSTRUCT),
-    "speculators": (REFUSES, CONSTRUCT),
+    "speculators": (REFUSES, StartupCall("shape"), CONSTRUCT),
 }
 """Extension point -> the calls that `guarded` wraps."""
 

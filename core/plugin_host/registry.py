@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from engine.core.quant.base import QuantMethod
     from engine.core.schedulers.policy import SchedulingPolicy
     from engine.core.speculators.base import Speculator
+    from engine.core.speculators.device import DeviceSpeculator
 
 T = TypeVar("T")
 Manifest = tuple[tuple[str, str, str], ...]
@@ -228,8 +229,8 @@ class Plugins:
         return self.registries["grammars"]
 
     @property
-    def speculators(self) -> Registry[Speculator[Any]]:
-        """Speculators."""
+    def speculators(self) -> Registry[Speculator[Any] | DeviceSpeculator[Any]]:
+        """Speculators, on the host and on the device."""
         return self.registries["speculators"]
 
     def manifest(self) -> Manifest:

@@ -72,6 +72,18 @@ class ResultChecks:
 
         return self._checked(cls, {"forward": forward, "forward_into": forward_into})
 
+    def speculator(self, cls: T, dtype: str) -> T:
+        """A subclass of the class of a speculator on the device whose results are checked. dtype: of activations."""
+
+        def hidden(result: object, run: ForwardPass, *others: object, **named: object) -> str | None:
+            tokens = run.batch.tokens
+            return tensor_error(result, (len(tokens), None), (dtype,), tokens.device)
+
+        def choose(result: object, hidden: torch.Tensor) -> str | None:
+            return tensor_error(result, (len(hidden),), ("int64",), hidden.device)
+
+        return self._checked(cls, {"observe": hidden, "advance": hidden, "choose": choose})
+
     def call(self, function: Callable[..., Any], plugin_call: PluginCall, check: Check) -> Callable[..., Any]:
         """A function that calls a plugin's `function` and checks its result. The caller drops it `at_end`."""
 

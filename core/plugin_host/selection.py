@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
-from engine.core.attention.base import AttentionSpec
 from engine.core.attention.pair import AttentionPair
 from engine.core.config.structure import structure_options
 from engine.core.config.tree import AUTO, EngineConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaultError, near_misses
-from engine.core.models.base import StateShape
-from engine.core.plugin_host.cache_groups import cache_layout
 from engine.core.plugin_host.derived import (
-    max_len,
-    refuses_ranks,
-    resolve_dtype,
-    resolve_kv_dtype,
     shape_of,
-    speculator_spec,
 )
+from engine.core.plugin_host.drafter import DrafterChoices, DrafterParts, resolve_drafter
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS, ExtensionPoint
 from engine.core.plugin_host.faults import CONSTRUCTOR, blame
 from engine.core.plugin_host.guard import STARTUP_CALLS, guarded, owner_of
 from engine.core.plugin_host.installed import HOME, OBJECT, describe_plugin
-from engine.core.quant.float8 import FLOAT8
+from engine.core.plugin_host.questions import (
+    Question,
+    attention_question,
+    model_question,
+    parser_question,
+    quant_question,
+    questions_of_machine,
+    speculator_question,
+)
+from engine.core.speculators.device import DeviceSpeculator
 
 if TYPE_CHECKING:
     from engine.core.attention.base import AttentionBackend
@@ -40,10 +42,6 @@ if TYPE_CHECKING:
     from engine.core.quant.base import QuantMethod
     from engine.core.schedulers.policy import SchedulingPolicy
     from engine.core.speculators.base import Speculator
-
-
-Question = Callable[[Any], str | None]
-"""Asks a plugin's class whether it refuses; returns its refusal, a sentence, or None."""
 
 
 @frozen(kw_only=True)
@@ -98,9 +96,16 @@ class Parts:
     no_grammar: str = ""
     """Why auto found no grammar backend."""
     speculator: type[Speculator[Any]] | None = None
-    """None: no speculation."""
+    """A speculator on the host; None: there is none."""
+    drafter: DrafterParts | None = None
+    """A speculator on the device; None: there is none."""
     manifest: Manifest = ()
     """The plugins this process has loaded; other processes of the engine compare theirs (Plugins.verify)."""
+
+    @property
+    def speculates(self) -> bool:
+        """Whether there is a speculator, on the host or on the device."""
+        return self.speculator is not None or self.drafter is not None
 
     def choice_at_fault(self, fault: PluginFaultError) -> ChosenPlugin | None:
         """The choice of auto whose constructor raised `fault`; None if there is none.
@@ -161,7 +166,17 @@ def resolve(
 
     choose("model", model_question(checkpoint))
     choose("quant", quant_question(checkpoint, device))
-    choose("attention", attention_question(config, device, checkpoint, chosen["model"], chosen["quant"]))
+    drafter: DrafterParts | None = None
+    if config.speculator.name or "speculator" in overrides:
+        choose("speculator", speculator_question(config, checkpoint, chosen["model"]))
+        if issubclass(chosen["speculator"], DeviceSpeculator):
+            target = shape_of(chosen["model"], checkpoint)
+            found, given = chosen.pop("speculator"), options.pop("speculators")
+            helpers = _drafter_choices(config, plugins, device)
+            drafter = resolve_drafter(found, given, config, target, checkpoint, device, helpers)
+    else:
+        _refuse_speculator_settings(config)
+    choose("attention", attention_question(config, device, checkpoint, chosen["model"], chosen["quant"], drafter))
     policies: dict[type, SchedulingPolicy[Any]] = {}
     questions = questions_of_machine(config, first or device)
     choose("scheduler", _making(policies, config) if config.scheduler.name == AUTO else questions["scheduler"])
@@ -173,13 +188,6 @@ def resolve(
         if config.grammar.name != AUTO or "grammar" in overrides:
             raise
         no_grammar = str(error)  # an engine without one still serves
-    if config.speculator.name or "speculator" in overrides:
-        choose("speculator", speculator_question(config, checkpoint, chosen["model"]))
-    elif config.speculator.options:
-        raise ConfigError(
-            "speculator.options is set, but no speculator is chosen; name one as speculator.name (--speculator), or"
-            " leave the options out"
-        )
     policy = chosen["scheduler"]
     if isinstance(policy, type):
         given = options.pop("schedulers")
@@ -196,6 +204,7 @@ def resolve(
         grammar=chosen.get("grammar"),
         no_grammar=no_grammar,
         speculator=chosen.get("speculator"),
+        drafter=drafter,
     )
 
 
@@ -217,59 +226,31 @@ def check_names(config: EngineConfig, plugins: Plugins, overrides: Collection[st
             _options(config, *_choose(config, plugins, point, None, lambda cls: cls.refuses()))
 
 
-def model_question(checkpoint: Mapping[str, Any]) -> Question:
-    """Asks whether a model class refuses this config.json."""
-    return lambda cls: cls.refuses(checkpoint)
+def _refuse_speculator_settings(config: EngineConfig) -> None:
+    """Raise ConfigError for settings of a speculator where none is chosen."""
+    given = {"options": config.speculator.options, "model": config.speculator.model}
+    for name in (name for name, value in given.items() if value):
+        raise ConfigError(
+            f"speculator.{name} is set, but no speculator is chosen; name one as speculator.name (--speculator), or"
+            f" leave the {name} out"
+        )
 
 
-def quant_question(checkpoint: Mapping[str, Any], device: DeviceInfo) -> Question:
-    """Asks whether a quantization method refuses this config.json."""
-    return lambda cls: cls.refuses(checkpoint.get("quantization_config"), device)
+def _drafter_choices(config: EngineConfig, plugins: Plugins, device: DeviceInfo) -> DrafterChoices:
+    """How the model class and the quantization method of a speculator's checkpoint are chosen."""
+    points = {point.section: point for point in EXTENSION_POINTS}
 
+    def find_model(checkpoint: Mapping[str, Any]) -> type[Model]:
+        own = evolve(config, model=evolve(config.model, name=AUTO, options={}))
+        cls: type[Model] = _choose(own, plugins, points["model"], None, model_question(checkpoint))[0]
+        return cls
 
-def attention_question(
-    config: EngineConfig,
-    device: DeviceInfo,
-    checkpoint: Mapping[str, Any],
-    model: type[Model],
-    quant: type[QuantMethod[Any]],
-) -> Question:
-    """Asks whether an attention backend refuses this model with this quantization.
+    def choose_quant(checkpoint: Mapping[str, Any]) -> tuple[type[QuantMethod[Any]], Any, str]:
+        own = evolve(config, quant=evolve(config.quant, name=config.speculator.quant, options={}))
+        cls, choice = _choose(own, plugins, points["quant"], None, quant_question(checkpoint, device))
+        return cls, _options(own, cls, choice), str(choice)
 
-    Raises CheckpointError or ConfigError, and PluginError for a model class that cannot describe its shape.
-    """
-    shape, ranks = shape_of(model, checkpoint), config.executor.tensor_parallel
-    refusal = refuses_ranks(shape, ranks)
-    if refusal is not None:
-        raise ConfigError(refusal)
-    dtype = resolve_dtype(config, checkpoint, device)
-    kv_dtype = resolve_kv_dtype(config, dtype, checkpoint, quant, device)
-    layout = cache_layout(shape, config, dtype, max_len(config, shape), kv_dtype, ranks)
-    specs = tuple(dict.fromkeys(group.spec for group in layout.groups))
-
-    def question(cls: Any) -> str | None:
-        refusals = (cls.refuses(spec, device) or _core_refusal(cls, spec) for spec in specs)
-        return next(filter(None, refusals), None)
-
-    return question
-
-
-def speculator_question(config: EngineConfig, checkpoint: Mapping[str, Any], model: type[Model]) -> Question:
-    """Asks whether a speculator refuses this model. Raises as `attention_question`."""
-    model_spec = shape_of(model, checkpoint)
-    spec = speculator_spec(config, model_spec)
-    has_state = any(isinstance(cache, StateShape) for cache in model_spec.layer_caches)
-
-    def question(cls: Any) -> str | None:
-        if has_state:
-            return (
-                "layers of this model keep a state, which cannot go back to the last accepted token when a draft is "
-                "rejected; leave the speculator out"
-            )
-        refusal: str | None = cls.refuses(spec)
-        return refusal
-
-    return question
+    return DrafterChoices(find_model=find_model, find_quant=choose_quant)
 
 
 def find_quant(
@@ -282,33 +263,12 @@ def find_quant(
     return found
 
 
-def parser_question(templates: Templates, *, by_auto: bool) -> Question:
-    """Asks whether an output parser refuses a tokenizer; by_auto: also whether it recognizes the format."""
-
-    def question(cls: Any) -> str | None:
-        refusal: str | None = cls.refuses(templates)
-        if refusal is None and by_auto and not cls.recognizes(templates):
-            return "the tokenizer's templates do not write its format; name it (--parser) if the model does"
-        return refusal
-
-    return question
-
-
 def choose_parser(config: EngineConfig, plugins: Plugins, templates: Templates) -> tuple[Parser[Any], ChosenPlugin]:
     """Choose and make the output parser. Raises PluginError or ConfigError."""
     [point] = [point for point in EXTENSION_POINTS if point.section == "parser"]
     question = parser_question(templates, by_auto=config.parser.name == AUTO)
     cls, choice = _choose(config, plugins, point, None, question)
     return cls(_options(config, cls, choice), templates), choice
-
-
-def questions_of_machine(config: EngineConfig, device: DeviceInfo) -> dict[str, Question]:
-    """Section -> question, for the extension points that depend on no model. device: the executor's first device."""
-    return {
-        "scheduler": lambda cls: cls.refuses(),
-        "executor": lambda cls: cls.refuses(config, device),
-        "grammar": lambda cls: cls.refuses(),
-    }
 
 
 def _making(policies: dict[type, SchedulingPolicy[Any]], config: EngineConfig) -> Question:
@@ -430,22 +390,3 @@ def ask(cls: type | AttentionPair, question: Question) -> str | None:
     if answer is not None and not (isinstance(answer, str) and answer):
         raise PluginError(f"{owner_of(cls)} answers refuses() with {answer!r}; it must be a sentence or None")
     return answer
-
-
-def _core_refusal(cls: type[AttentionBackend[Any, Any]] | AttentionPair, spec: AttentionSpec) -> str | None:
-    """What core refuses for a backend, by what the class declares."""
-    if spec.kv_dtype == FLOAT8 and not cls.reads_float8:
-        return f"it reads no KV cache in {FLOAT8}; use --kv-dtype {spec.dtype} or another backend"
-    if any(spec.sinks) and not cls.reads_sinks:
-        return "it does not compute attention sinks, which this model has; use --attention auto or another backend"
-    if (spec.latent or spec.value_head_dim is not None) and not cls.reads_latent:
-        return (
-            f"it reads no values of {spec.output_dim} numbers with keys of {spec.head_dim}, as this model has; use "
-            "another backend"
-        )
-    if cls.block_sizes is None or spec.block_size in cls.block_sizes:
-        return None
-    sizes = " or ".join(map(str, cls.block_sizes))
-    return (
-        f"it reads KV blocks of {sizes} tokens, not {spec.block_size}; set cache.block_size (--block-size) to {sizes}"
-    )

@@ -297,6 +297,11 @@ class DecodeGraphs:
         timer.end("sample")
         return sampled, verified, size
 
+    def tokens(self, count: int) -> torch.Tensor:
+        """The tokens that the first `count` rows of the replay just launched compute: [count] int64; the next replay
+        overwrites them."""
+        return self._tokens[:count]
+
     def _tokens_of_replay(self, count: int) -> SampledTokens:
         """The tokens that the replay just launched samples, on their way to the host."""
         if not self._fused:

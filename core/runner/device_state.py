@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from engine.core.attention.kv_pool import KVPool
     from engine.core.models.base import Model
     from engine.core.runner.cuda_graphs import DecodeGraphs
+    from engine.core.runner.drafter import Drafter
     from engine.core.runner.persistent_batch import PersistentBatch
     from engine.core.runner.piecewise_graphs import PiecewiseGraphs
     from engine.core.sampling.sampler import Sampler
@@ -38,6 +39,8 @@ class DeviceState:
     """The cache groups, those with states last."""
     persistent_batch: PersistentBatch
     sampler: Sampler
+    drafter: Drafter | None = None
+    """The speculator on the device; None: there is none."""
 
     pool: KVPool = field(init=False)
     """Of the first group."""

@@ -167,6 +167,12 @@ class PersistentBatch:
         running = self._sequences
         return np.fromiter((running[sequence].row for sequence in sequences), np.int64, len(sequences))
 
+    def capacities(self, sequences: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Tokens that the blocks of sequences hold, by their tables of the first kind: [len(sequences)]."""
+        running = (self._sequences[sequence] for sequence in sequences)
+        blocks = (each.num_blocks if self._has_one_table else each.lengths[0] for each in running)
+        return np.fromiter(blocks, np.int64, len(sequences)) * self.block_size
+
     def known(self, sequence: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens `start` to `stop` of those that the sequence was added with."""
         return self._sequences[sequence].tokens[start:stop].astype(np.int64)

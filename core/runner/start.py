@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import cached_property
 
 import torch
+from attrs import evolve
 
 from engine.core.attention.state_pool import StatePool
 from engine.core.config.tree import EngineConfig
@@ -42,6 +43,7 @@ from engine.core.quant.base import QuantMethod
 from engine.core.quant.float8 import KVScales
 from engine.core.runner.cuda_graphs import DecodeGraphs, GraphCapturer
 from engine.core.runner.device_state import DeviceState, GroupState, StepGraphs
+from engine.core.runner.drafter_start import DrafterStart
 from engine.core.runner.first_uses import FirstUses
 from engine.core.runner.memory import (
     MEMORY_SHARE,
@@ -96,7 +98,7 @@ class RunnerStart:
         self._model_spec = shape_of(parts.model, checkpoint.config)
         self._dtype = resolve_dtype(config, checkpoint.config, device)
         self._fused = fused_kernels(config, device)
-        self._speculates = parts.speculator is not None
+        self._speculates = parts.speculates
         ranks = self._group.ranks
         refusal = refuses_ranks(self._model_spec, ranks)
         if refusal is not None:
@@ -109,6 +111,11 @@ class RunnerStart:
         self._attention = self.checks.attention(parts.attention, self.layout)
         self.layers: LayerFactory | None = None
         """The factory that made the model's layers, once the model is made."""
+        self._drafter: DrafterStart | None = None
+        if parts.drafter is not None:
+            self._drafter = DrafterStart(
+                parts.drafter, config, device, self._group, self.checks, dtype=self._dtype, fused=self._fused
+            )
 
     @torch.inference_mode()
     def run(self, phases: Phases) -> tuple[StepLauncher, CacheInfo]:
@@ -120,19 +127,24 @@ class RunnerStart:
                 free //= self._group.ranks  # all ranks share the host's memory
             model, layers = self._build_model()
             self.layers = layers
+            factories = [layers] if self._drafter is None else [layers, self._drafter.build()]
         with phases.phase("weights"):
             self._load_weights(layers, phases)
+            if self._drafter is not None:
+                self._drafter.load(phases)
         kv_scales = find_kv_scales(self._spec, layers.kv_scales)
         self._sinks = find_sinks(self._spec, layers.sinks, self._parts.owner("models"))
         if self._fused and self._device.type == "cuda":
             from engine.core.autotune.tuner import tune
 
             with phases.phase("tuning"):
-                tune(layers, self._config.executor.kernel_cache)
-        weights = layers.nbytes
+                for factory in factories:
+                    tune(factory, self._config.executor.kernel_cache)
+        weights = sum(factory.nbytes for factory in factories)
         with phases.phase("memory"):
             activations = self._measure_activations(model, kv_scales)
-        kernels = kernel_bytes(len(layers.packed_shapes), self._config.scheduler.max_batch_tokens)
+        shapes = frozenset[tuple[int, ...]]().union(*(factory.packed_shapes for factory in factories))
+        kernels = kernel_bytes(len(shapes), self._config.scheduler.max_batch_tokens)
         plan = self._plan_memory(free, weights, activations, kernels)
         num_blocks = self._group.minimum(plan.num_blocks)  # the blocks of a step exist on all ranks
         try:
@@ -216,6 +228,8 @@ class RunnerStart:
         prompts, rest = divmod(tokens, self._spec.max_len)
         lengths = [self._spec.max_len] * prompts + ([rest] if rest else [])
         step = prompt_step(lengths, self.layout.kinds, self._spec.block_size)
+        if self._drafter is not None:
+            step = evolve(step, propose=self._config.speculator.max_drafts)
         state = self._make_state(model, sum(len(blocks) for _, blocks in step.blocks), kv_scales)
         torch.cuda.reset_peak_memory_stats(self._name)
         before = torch.cuda.memory_allocated(self._name)
@@ -239,9 +253,14 @@ class RunnerStart:
             activations=activations,
             kernels=kernels,
             states=self.layout.state_bytes(self._config.scheduler.max_running),
-            bytes_per_block=self.layout.bytes_per_block,
+            bytes_per_block=self._bytes_per_block,
             penalties=TokenCounts.max_bytes(self._model_spec.vocab_size, self._config.scheduler.max_running),
         )
+
+    @property
+    def _bytes_per_block(self) -> int:
+        """Bytes of one block, in the layers of the model and of a speculator."""
+        return self.layout.bytes_per_block + (0 if self._drafter is None else self._drafter.bytes_per_block)
 
     def _make_state(self, model: Model, num_blocks: int, kv_scales: tuple[KVScales, ...]) -> DeviceState:
         """The caches, with `num_blocks` blocks, and all else that is kept between steps."""
@@ -279,7 +298,12 @@ class RunnerStart:
             grammars=self._grammars,
             draft_rows=draft_rows,
         )
-        return DeviceState(model=model, groups=tuple(groups), persistent_batch=persistent_batch, sampler=sampler)
+        drafter = None
+        if self._drafter is not None:
+            drafter = self._drafter.make(num_blocks, persistent_batch, self._attention, options)
+        return DeviceState(
+            model=model, groups=tuple(groups), persistent_batch=persistent_batch, sampler=sampler, drafter=drafter
+        )
 
     def _capture_graphs(self, state: DeviceState, phases: Phases) -> StepGraphs:
         """Capture the CUDA graphs that the configuration, the device and the attention backend allow."""
@@ -332,7 +356,7 @@ class RunnerStart:
             activation_bytes=plan.activations,
             penalty_bytes=plan.penalties,
             kernel_bytes=plan.kernels,
-            kv_bytes=num_blocks * self.layout.bytes_per_block,
+            kv_bytes=num_blocks * self._bytes_per_block,
             budget_bytes=plan.budget,
             device=f"{self._name} ({self._device.name})" if self._device.name else self._name,
             dtype=self._dtype,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import define
@@ -13,12 +14,16 @@ from engine.core.errors import ExecutorError
 from engine.core.runner.build_batch import build_batch
 from engine.core.runner.close_wait import CloseWait
 from engine.core.runner.device_state import DeviceState, StepGraphs
+from engine.core.runner.drafter import ComputedRows, Drafter, Proposals
 from engine.core.runner.first_uses import NOTHING, FirstUse, FirstUses
 from engine.core.runner.lap_timer import LapTimer, StepPhase
 from engine.core.sampling.draft_rows import DraftRows, VerifiedDrafts
 from engine.core.sampling.prompt_logprobs import StepPromptLogprobs
 from engine.core.sampling.sampled_tokens import SampledTokens
 from engine.core.types import Step, StepResult, TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine.core.runner.cuda_graphs import DecodeGraphs
 
 
 @define
@@ -39,9 +44,13 @@ class PendingStep:
     """What waits for the step; None: the step may be waited for asleep."""
     launched: float = 0.0
     """When the kernels were launched, by time.perf_counter; with `close_wait`."""
+    proposals: Proposals | None = None
+    """None: nothing is proposed."""
 
     def done(self) -> bool:
         """Whether `result` returns immediately."""
+        if self.proposals is not None and not self.proposals.tokens.ready():
+            return False
         return all(sampled is None or sampled.ready() for sampled in self.samples)
 
     def result(self) -> StepResult:
@@ -50,6 +59,7 @@ class PendingStep:
             waits = self.close_wait
             ended = waits is None or waits.wait(self.graph_size, self.launched, self.done)
             fetched = [sampled.to_host() if sampled is not None else ([], []) for sampled in self.samples]
+            proposals = () if self.proposals is None else self.proposals.to_host()
         except RuntimeError as error:  # the only class that torch raises
             raise ExecutorError(f"step {self.step} failed on the device: {error}") from error
         if waits is not None and not ended:
@@ -68,6 +78,7 @@ class PendingStep:
             logprobs=logprobs if any(entry is not None for entries in logprobs for entry in entries) else (),
             verified=verified,
             verified_logprobs=verified_logprobs,
+            proposals=proposals,
             prompt_logprobs=self.prompt_logprobs,
             seconds=tuple(self.seconds.items()),
             kernels_compiled=self.first_use.kernels,
@@ -115,6 +126,8 @@ class StepLauncher:
         timer = LapTimer()
         self.state.persistent_batch.update(step)
         self.state.sampler.update(step, self.state.persistent_batch.row)
+        if self._decode_graphs is not None and self.state.drafter is not None and self._fits_graph(step):
+            return self._replay_and_draft(step, self._decode_graphs, self.state.drafter, timer)
         if self._decode_graphs is not None and not (step.chunks or step.drafts):
             samples = self._decode_graphs.run(step.decodes, step.iterations, timer)
             size = self._decode_graphs.size(len(step.decodes))
@@ -129,6 +142,39 @@ class StepLauncher:
             self._decode_graphs.invalidate()
         return self._launch_kernels(step, timer)
 
+    def _fits_graph(self, step: Step) -> bool:
+        """Whether a step runs in the CUDA graph of a decode step."""
+        graphs = self._decode_graphs
+        return graphs is not None and not step.chunks and (not step.drafts or graphs.fits(step))
+
+    def _replay_and_draft(self, step: Step, graphs: DecodeGraphs, drafter: Drafter, timer: LapTimer) -> PendingStep:
+        """Run a step in the CUDA graph of a decode step, and a speculator on the device after each iteration."""
+        persistent_batch = self.state.persistent_batch
+        verified: VerifiedDrafts | None = None
+        proposals: Proposals | None = None
+        samples: list[SampledTokens | None] = []
+        table_rows = persistent_batch.rows(step.decodes)
+        if step.drafts:
+            table_rows = persistent_batch.rows(
+                (*step.decodes, *(part.sequence for part in step.drafts for _ in part.tokens))
+            )
+        for iteration in range(step.iterations):
+            positions = persistent_batch.computed[table_rows]
+            if step.drafts:
+                positions[len(step.decodes) :] = [
+                    at for part in step.drafts for at, _ in enumerate(part.tokens, part.start)
+                ]
+                sampled, verified, size = graphs.verify(step, timer)
+                samples.append(sampled)
+            else:
+                samples += graphs.run(step.decodes, 1, timer)
+                size = graphs.size(len(step.decodes))
+            rows = drafter.single_rows(table_rows, positions, graphs.tokens(len(table_rows)), step.decodes, verified)
+            propose = step.propose if iteration == step.iterations - 1 else 0
+            proposals = drafter.run(step, rows, propose=propose)
+            timer.end("launch")
+        return PendingStep(step.id, samples, (), timer.seconds, graph_size=size, drafts=verified, proposals=proposals)
+
     def forget(self, step: Step) -> PendingStep:
         """Forget the finished sequences of a step that computes nothing."""
         self.state.persistent_batch.update(step)
@@ -142,13 +188,15 @@ class StepLauncher:
         samples: list[SampledTokens | None] = []
         drafts: DraftRows | None = None
         verified: VerifiedDrafts | None = None
+        proposals: Proposals | None = None
+        without_drafts = sampling
         if step.drafts:
             rows = state.persistent_batch.rows([part.sequence for part in step.drafts])
             drafts = DraftRows.of(step.drafts, rows, len(sampling), state.persistent_batch.tables.device)
             sampling = (*sampling, *(part.sequence for part in step.drafts for _ in part.tokens))
         prompt_logprobs: StepPromptLogprobs = ()
         graph_size = None if self._decode_graphs is None else 0
-        for _ in range(step.iterations):
+        for iteration in range(step.iterations):
             batch, sampling_rows = build_batch(state.persistent_batch, step, len(state.groups))
             run = state.forward_pass(batch)
             timer.end("prepare")
@@ -173,7 +221,27 @@ class StepLauncher:
             samples.append(sampled)
             prompt_logprobs = state.sampler.prompt_logprobs(step, hidden, state.model)
             timer.end("sample")
-        return PendingStep(step.id, samples, prompt_logprobs, timer.seconds, graph_size=graph_size, drafts=verified)
+            if state.drafter is not None:
+                tokens = batch.tokens[:0] if sampled is None else sampled.tokens
+                computed = ComputedRows(
+                    batch=batch,
+                    logit_rows=batch.logit_rows,
+                    sampled=tokens,
+                    sequences=without_drafts,
+                    verified=verified,
+                )
+                propose = step.propose if iteration == step.iterations - 1 else 0
+                proposals = state.drafter.run(step, computed, propose=propose)
+                timer.end("launch")
+        return PendingStep(
+            step.id,
+            samples,
+            prompt_logprobs,
+            timer.seconds,
+            graph_size=graph_size,
+            drafts=verified,
+            proposals=proposals,
+        )
 
 
 def enter_device(device: DeviceInfo) -> None:

@@ -68,8 +68,12 @@ class VerifiedDrafts:
     """Draft rows whose tokens are sampled, with the copy to the host of how many drafts of each slice are accepted."""
 
     rows: DraftRows
+    sampled: torch.Tensor
+    """[rows of the batch] int64 on the device: the token sampled from each row."""
+    num_accepted: torch.Tensor
+    """[slices] int64 on the device."""
     accepted: HostCopy
-    """Of one tensor, [slices] int64."""
+    """Of `num_accepted`."""
 
     def to_host(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]

@@ -229,7 +229,8 @@ class Sampler:
             self.table.num_outputs.index_add_(0, rows, accepted + 1)
         if self._token_counts.used:
             self._count_verified(drafts, sampled, accepted)
-        return VerifiedDrafts(rows=drafts, accepted=HostCopy.begin(accepted))
+        copy = HostCopy.begin(accepted)
+        return VerifiedDrafts(rows=drafts, sampled=sampled, num_accepted=accepted, accepted=copy)
 
     def prompt_logprobs(self, step: Step, hidden: torch.Tensor, model: Model) -> StepPromptLogprobs:
         """Log probabilities of prompt tokens, where asked for; see `PromptLogprobs.compute`."""

@@ -89,7 +89,8 @@ class DecodeSet:
 
         Each must be removed or get a block before the counter passes `iteration`.
         """
-        found = (state for state in self._events.get(iteration, ()) if state.next_event == iteration)
+        # A sequence that was removed and added again, as for drafts, may be listed twice.
+        found = {state for state in self._events.get(iteration, ()) if state.next_event == iteration}
         return sorted(found, key=_by_number)
 
     def advance(self, iterations: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from engine.core.schedulers.request_state import RequestState
 from engine.core.schedulers.step_plan import StepPlan
 from engine.core.speculators.base import SpeculatedSequence
 from engine.core.speculators.checked_speculator import CheckedSpeculator
+from engine.core.speculators.device_proposals import DeviceProposals
 from engine.core.speculators.draft_lengths import DraftLengths
 from engine.core.speculators.grammar_drafts import GrammarDrafts
 from engine.core.speculators.predicted_output import PredictedOutput
@@ -36,19 +37,25 @@ class Drafting:
 
     def __init__(
         self,
-        speculator: CheckedSpeculator,
+        speculator: CheckedSpeculator | DeviceProposals,
         queues: Queues,
         lengths: DraftLengths | None = None,
         grammars: Grammars | None = None,
+        *,
+        max_batch_tokens: int,
     ) -> None:
         """lengths: chooses how many drafts are verified; None: as many as are proposed. grammars: has the compiled
-        grammars of requests; None: proposals are made without them."""
+        grammars of requests; None: proposals are made without them. max_batch_tokens: of a step."""
         self._speculator = speculator
+        self._device = speculator if isinstance(speculator, DeviceProposals) else None
+        self._may_pay = True
+        """Whether drafts may pay in the step that is planned, so that the device should propose some after it."""
         self._compiler = grammars
         self._lengths = lengths
         self._may_have_drafts: bool | None = None
         """What `lengths.begin` returned for the step that is planned next; None: it was not called yet."""
         self._queues = queues
+        self._max_batch_tokens = max_batch_tokens
         self._max_drafts = speculator.spec.max_drafts
         self._sequences: dict[str, SpeculatedSequence] = {}
         """By request id, the requests that have decoded."""
@@ -73,7 +80,7 @@ class Drafting:
         if lengths is None:
             return any(self._propose(state, self._max_drafts) for state in decoding)
         rows = len(self._queues.decoding)
-        self._may_have_drafts = lengths.begin(rows, rows)
+        self._may_have_drafts = self._may_pay = lengths.begin(rows, rows)
         if not self._may_have_drafts:
             return False
         return lengths.pays([(state.id, len(self._propose(state, self._max_drafts))) for state in decoding])
@@ -116,6 +123,10 @@ class Drafting:
 
     def _begin(self, lengths: DraftLengths, plan: StepPlan) -> bool:
         """Report the plan to `lengths`; False: the plan has no drafts."""
+        self._may_pay = self._report(lengths, plan)
+        return self._may_pay
+
+    def _report(self, lengths: DraftLengths, plan: StepPlan) -> bool:
         decodes = len(self._queues.decoding)
         rows = decodes + plan.chunk_tokens
         may, self._may_have_drafts = self._may_have_drafts, None
@@ -150,6 +161,39 @@ class Drafting:
             slices.append(DraftSlice(number, position, (state.output[-1], *kept)))
         self._planned.clear()
         return tuple(states), tuple(slices)
+
+    def plan_proposals(self, states: Iterable[tuple[RequestState, int, int]]) -> int:
+        """Step.propose of the step being built; gives the requests blocks for what is to be proposed, as far as blocks
+        are left once each running request has its next one.
+
+        states: (request, position of its first token in the step, number of tokens that it may have then).
+        """
+        if self._device is None or not self._may_pay:
+            return 0
+        wanted = list(states)
+        most = self._max_drafts
+        if self._lengths is not None:
+            most = max((self._lengths.limit(state.id) for state, _, _ in wanted), default=0)
+        if not wanted or most <= 0:
+            return 0
+        blocks, decoding, running = self._queues.blocks, self._queues.decoding, len(self._queues.running)
+        for state, first, length in wanted:
+            # Behind a window, a sequence has blocks for the tokens of one step at most.
+            needed = min(length + most, state.prompt_len + state.max_output, first + self._max_batch_tokens)
+            more = -(-max(needed - state.capacity, 0) // blocks.block_size)
+            if more and blocks.num_available >= (running + more) * blocks.blocks_per_extension:
+                blocks.extend(state.sequence, needed, first)
+                state.capacity = blocks.capacity(state.sequence)
+                if state.next_event >= 0:
+                    decoding.schedule_event(state)
+        return most
+
+    def receive(self, states: Iterable[RequestState], proposals: Sequence[Sequence[int]]) -> None:
+        """Keep what the device has proposed after a step that is committed. states: those that sampled in it."""
+        assert self._device is not None, "proposals without a speculator on the device"
+        for state, tokens in zip(states, proposals, strict=True):
+            if not state.finished:
+                self._device.receive(state.id, len(state.tokens), tokens)
 
     def take_positions(self) -> tuple[tuple[int, int], ...]:
         """Step.positions of the step being built."""

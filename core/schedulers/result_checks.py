@@ -18,11 +18,23 @@ def check_result(step: Step, result: StepResult) -> None:
                 f"the result of step {step.id} does not hold {step.iterations} rows of {columns} tokens; "
                 "the executor is at fault"
             )
+    if result.proposals and not _proposals_fit(step, result, columns):
+        raise ExecutorError(
+            f"the result of step {step.id} does not hold up to {step.propose} proposed tokens for each of"
+            f" {columns + len(step.drafts)} sequences; the executor is at fault"
+        )
     if (step.drafts or result.verified) and not _drafts_fit(step, result):
         raise ExecutorError(
             f"the result of step {step.id} does not hold the drafts accepted in each of {len(step.drafts)} slices, and "
             "one token after them; the executor is at fault"
         )
+
+
+def _proposals_fit(step: Step, result: StepResult, columns: int) -> bool:
+    """Whether a result has a proposal for each sequence that samples, of at most the tokens that were asked for."""
+    return len(result.proposals) == columns + len(step.drafts) and all(
+        len(tokens) <= step.propose for tokens in result.proposals
+    )
 
 
 def _drafts_fit(step: Step, result: StepResult) -> bool:

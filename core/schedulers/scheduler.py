@@ -28,7 +28,7 @@ import math
 import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import repeat
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
@@ -48,6 +48,7 @@ from engine.core.schedulers.step_counter import StepCounter
 from engine.core.schedulers.step_plan import StepPlan
 from engine.core.schedulers.step_planner import StepPlanner
 from engine.core.speculators.checked_speculator import CheckedSpeculator
+from engine.core.speculators.device_proposals import DeviceProposals
 from engine.core.speculators.draft_lengths import DraftLengths
 from engine.core.speculators.predicted_output import check_prediction
 from engine.core.types import (
@@ -101,7 +102,7 @@ class Scheduler:
         eos_tokens: frozenset[int],
         cache_metrics: CacheMetrics | None = None,
         meter: StepMeter | None = None,
-        speculator: CheckedSpeculator | None = None,
+        speculator: CheckedSpeculator | DeviceProposals | None = None,
         draft_lengths: DraftLengths | None = None,
         grammars: Grammars | None = None,
         unknown_sequences: Iterable[int] = (),
@@ -118,7 +119,11 @@ class Scheduler:
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
         )
-        self._drafting = None if speculator is None else Drafting(speculator, self._queues, draft_lengths, grammars)
+        self._drafting: Drafting | None = None
+        if speculator is not None:
+            self._drafting = Drafting(
+                speculator, self._queues, draft_lengths, grammars, max_batch_tokens=max_batch_tokens
+            )
         self._queues.forget(unknown_sequences)
         self._blocks = blocks
         self._cache_metrics = self._planner.cache_metrics = cache_metrics
@@ -250,7 +255,8 @@ class Scheduler:
         drafts, whose requests can go on only then, or the next one may have drafts, which follow the newest tokens."""
         if self._drafting is None or not self._in_flight:
             return False
-        return bool(self._in_flight[-1].drafts) or self._drafting.may_follow()
+        last = self._in_flight[-1]
+        return bool(last.drafts or last.step.propose) or self._drafting.may_follow()
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
         """Append the tokens a step sampled, and return what is new for each request. Steps are committed in order.
@@ -281,6 +287,9 @@ class Scheduler:
             self._commit_chunks(planned, columns, dict(result.prompt_logprobs), now, outputs)
         if step.drafts:
             self._commit_drafts(planned, result, now, outputs)
+        if result.proposals and self._drafting is not None:
+            sampling = (state for state, chunk in zip(planned.chunks, step.chunks, strict=True) if chunk.sample)
+            self._drafting.receive((*planned.decodes, *sampling, *planned.drafts), result.proposals)
         return outputs
 
     def check(self) -> None:
@@ -332,6 +341,18 @@ class Scheduler:
             chunks.append(PrefillChunk(state.sequence, *chunk, sample))
             if sample:
                 queues.start_decoding(state)
+        propose = 0
+        if self._drafting is not None:
+            decoding = ((state, state.computed - iterations, state.computed) for state in decodes)
+            prompts = (
+                (state, chunk.start, state.computed)
+                for state, chunk in plan.chunks.items()
+                if state.computed == state.prefill_len
+            )
+            verified = (
+                (state, part.start, part.start + len(part.tokens)) for state, part in zip(drafted, slices, strict=True)
+            )
+            propose = self._drafting.plan_proposals(chain(decoding, prompts, verified))
         new, blocks, finished = queues.take_runner_updates()
         if self._drafting is not None:
             positions = self._drafting.take_positions()
@@ -342,6 +363,7 @@ class Scheduler:
             iterations=iterations,
             drafts=slices,
             positions=positions,
+            propose=propose,
             new=new,
             blocks=blocks,
             finished=finished,

@@ -11,6 +11,13 @@ if TYPE_CHECKING:
         SpeculatorSpec as SpeculatorSpec,
     )
     from engine.core.speculators.checked_speculator import CheckedSpeculator as CheckedSpeculator
+    from engine.core.speculators.device import (
+        DeviceSpeculator as DeviceSpeculator,
+        DrafterShape as DrafterShape,
+        DrafterSpec as DrafterSpec,
+        TargetRows as TargetRows,
+    )
+    from engine.core.speculators.device_proposals import DeviceProposals as DeviceProposals
     from engine.core.speculators.draft_lengths import DraftLengths as DraftLengths
     from engine.core.speculators.predicted_output import (
         PredictedOutput as PredictedOutput,
@@ -27,6 +34,13 @@ __getattr__, __dir__, __all__ = exports(
         "SpeculatorSpec",
     ),
     checked_speculator=("CheckedSpeculator",),
+    device=(
+        "DeviceSpeculator",
+        "DrafterShape",
+        "DrafterSpec",
+        "TargetRows",
+    ),
+    device_proposals=("DeviceProposals",),
     draft_lengths=("DraftLengths",),
     predicted_output=(
         "PredictedOutput",

@@ -1,15 +1,23 @@
-"""Contract of plugins/speculators: which tokens most likely come next. Core verifies every proposal."""
+"""Contract of plugins/speculators: which tokens most likely come next. Core verifies every proposal.
+
+A speculator runs on the host (Speculator, here) or on the device, next to the model (DeviceSpeculator, device.py).
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from attrs import field, frozen
 
-API = "1"
-"""Version of this contract."""
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from engine.core.models.base import ModelSpec
+
+API = "2"
+"""Version of this contract. "2": speculators on the device, and `target` and `config` in SpeculatorSpec."""
 OptionsT = TypeVar("OptionsT")
 
 
@@ -23,6 +31,10 @@ class SpeculatorSpec:
     """Maximum tokens of a sequence, prompt and output."""
     max_drafts: int
     """Maximum tokens of a proposal."""
+    target: ModelSpec | None = None
+    """The model that verifies the proposals. None: unknown, in tests."""
+    config: Mapping[str, Any] | None = None
+    """config.json of the speculator's own checkpoint (speculator.model); None: that setting is empty."""
 
 
 @frozen(kw_only=True, eq=False)

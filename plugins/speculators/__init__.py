@@ -19,3 +19,10 @@ def register_speculators(register: Register) -> None:
         api="1",
         summary="as ngram, and what most often followed the last tokens in the tenant's recent outputs",
     )
+    register(
+        "draft_model",
+        lazy("engine.plugins.speculators.draft_model:DraftModel"),
+        api="2",
+        summary="what a smaller model of the same vocabulary generates, on the device",
+        preference=20,
+    )

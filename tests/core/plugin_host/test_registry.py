@@ -447,7 +447,7 @@ def test_a_hook_reaches_every_plugin() -> None:
 @pytest.mark.parametrize("point", EXTENSION_POINTS, ids=lambda point: point.name)
 def test_every_builtin_class_keeps_its_contract(point: Any) -> None:
     for registration in load_plugins().registries[point.name]:
-        assert issubclass(registration.load(), point.contract)
+        assert issubclass(registration.load(), point.contracts)
 
 
 OFFER = """

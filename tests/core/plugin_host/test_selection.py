@@ -151,7 +151,9 @@ def test_a_speculator_is_chosen_by_name_or_by_auto_and_asked_with_the_shape(name
     assert parts.speculator.__wrapped__ is bold  # type: ignore[attr-defined]
     assert parts.options["speculators"] == Options(splits=2)
     assert chosen(parts, "speculators")[0] == "bold"
-    assert asked == [SpeculatorSpec(vocab_size=100, max_len=512, max_drafts=3)]
+    [spec] = asked
+    assert spec.target is not None
+    assert spec == SpeculatorSpec(vocab_size=100, max_len=512, max_drafts=3, target=spec.target)
 
 
 def test_a_speculator_passed_in_is_taken_and_one_that_refuses_is_an_error() -> None:

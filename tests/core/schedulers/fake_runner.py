@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from random import Random
 from zlib import crc32
 
 from engine.core.types import (
@@ -76,6 +77,7 @@ class FakeRunner:
         self.cached = 0  # tokens of prefills that other sequences have computed
         self.chunk_tokens = 0  # tokens computed by prefill chunks
         self.decodes: tuple[int, ...] = ()  # of the last step
+        self.random = Random(0)  # how good proposals are
         self.adrift: set[int] = set()  # sequences whose drafts were verified, until the step that says where they are
 
     def run(self, step: Step) -> StepResult:
@@ -155,7 +157,34 @@ class FakeRunner:
             verified=tuple(verified),
             verified_logprobs=_logprobs(verified),
             prompt_logprobs=tuple(scores),
+            proposals=self.propose(step),
         )
+
+    def propose(self, step: Step) -> tuple[tuple[int, ...], ...]:
+        """What a speculator on the device proposes: a right beginning, then wrong tokens; fewer where blocks end."""
+        if not step.propose:
+            return ()
+        found = []
+        sampling = [*step.decodes, *(chunk.sequence for chunk in step.chunks if chunk.sample)]
+        for sequence in (*sampling, *(part.sequence for part in step.drafts)):
+            tokens, newest = list(self.known[sequence]), len(self.known[sequence]) - 1
+            room = len(self.tables[sequence][0]) // self.kinds[0].groups * self.block_size - newest
+            count = max(0, min(step.propose, room))
+            for position in range(newest, newest + count):
+                self.check_own(sequence, position)
+            right = self.random.randint(0, count)
+            for place in range(count):
+                token = next_token(tokens, self.seed(sequence))
+                tokens.append(token if place < right else (token + 1) % VOCABULARY)
+            found.append(tuple(tokens[newest + 1 :]))
+        return tuple(found)
+
+    def check_own(self, sequence: int, position: int) -> None:
+        """Check that no other sequence holds the block of a position that a speculator writes to."""
+        _, _, table = next(self.group_tables(sequence))  # a speculator uses the table of the first group
+        block = table[position // self.block_size]
+        for other, tables in self.tables.items():
+            assert other == sequence or block not in tables[0], "a speculator writes to a block of another sequence"
 
     def verify(self, part: DraftSlice) -> tuple[int, ...]:
         """Sample after each token of a slice whose drafts are written, up to the first that is not the next draft."""

@@ -118,3 +118,13 @@ def test_in_flight_is_known_after_decoding_has_stopped(counter: StepCounter, dec
     assert state.in_flight
     counter.steps_committed += 1
     assert not state.in_flight
+
+
+def test_events_at_returns_a_sequence_once_that_was_removed_and_added_again(
+    counter: StepCounter, decoding: DecodeSet
+) -> None:
+    state = sequence(counter, 1)
+    decoding.add(state)
+    decoding.remove(state)
+    decoding.add(state)
+    assert decoding.events_at(1) == [state]

@@ -20,7 +20,7 @@ from engine.core.schedulers.admission import Admission
 from engine.core.schedulers.grouped_block_manager import GroupedBlockManager, make_block_manager
 from engine.core.schedulers.policy import RequestView, SchedulingPolicy, Split
 from engine.core.schedulers.scheduler import Scheduler
-from engine.core.speculators import CheckedSpeculator, Speculator
+from engine.core.speculators import CheckedSpeculator, DeviceProposals, Speculator, SpeculatorSpec
 from engine.core.types import FULL, BlockKind, Output, Request, SamplingParams, Step, StepResult
 from engine.plugins.schedulers.fcfs import FirstComeFirstServed
 from engine.plugins.schedulers.multi_step import MultiStep, MultiStepOptions
@@ -98,7 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def make_policy(self, seed: int) -> SchedulingPolicy:
         return self.policy(seed)
 
-    def make_speculator(self, seed: int) -> CheckedSpeculator | None:
+    def make_speculator(self, seed: int) -> CheckedSpeculator | DeviceProposals | None:
         return None
 
     @initialize(
@@ -124,8 +124,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         speculator = self.make_speculator(seed)
         kinds, states = LAYOUTS[layout]
-        if speculator is not None and states:  # a state cannot go back to a token before
-            kinds, states = (FULL, window(2 + states, groups=states)), 0
+        # A state cannot go back to a token before; a speculator on the device needs blocks of full attention.
+        windows_only = isinstance(speculator, DeviceProposals) and all(kind.window for kind in kinds)
+        if windows_only or (speculator is not None and states):
+            kinds, states = (FULL, window(2 + states, groups=states or 1)), 0
         self.live: dict[str, Request] = {}
         num_blocks *= sum(kind.groups for kind in kinds)
         cache = cache_info(num_blocks=num_blocks, block_size=BLOCK_SIZE, kinds=kinds, states=states)
@@ -395,7 +397,7 @@ class PerfectDraftsMachine(SchedulerMachine):
     policy = FirstComeFirstServed
     speculator: type[Speculator] = Perfect
 
-    def make_speculator(self, seed: int) -> CheckedSpeculator | None:
+    def make_speculator(self, seed: int) -> CheckedSpeculator | DeviceProposals | None:
         return checked(self.speculator, max_drafts=1 + seed % 8)
 
 
@@ -414,8 +416,26 @@ class FailingDraftsMachine(PerfectDraftsMachine):
     speculator = Failing
 
 
+class DeviceDraftsMachine(SchedulerMachine):
+    """Drafts that the runner proposes along with the result of the step before."""
+
+    policy = Priority
+
+    def make_speculator(self, seed: int) -> CheckedSpeculator | DeviceProposals | None:
+        return DeviceProposals(SpeculatorSpec(vocab_size=VOCABULARY, max_len=1000, max_drafts=1 + seed % 8))
+
+
+class HostileDeviceDraftsMachine(DeviceDraftsMachine):
+    policy = Hostile
+
+
+class MultiStepDeviceDraftsMachine(DeviceDraftsMachine):
+    def make_policy(self, seed: int) -> SchedulingPolicy:
+        return MultiStep(MultiStepOptions(steps=("auto", 2, 3, 4, 8)[seed % 5]))
+
+
 class MultiStepDraftsMachine(MultiStepMachine):
-    def make_speculator(self, seed: int) -> CheckedSpeculator | None:
+    def make_speculator(self, seed: int) -> CheckedSpeculator | DeviceProposals | None:
         return checked(Random, max_drafts=3)
 
 
@@ -437,5 +457,11 @@ TestAdversarialDrafts = AdversarialDraftsMachine.TestCase
 TestAdversarialDrafts.settings = LIMITS
 TestFailingDrafts = FailingDraftsMachine.TestCase
 TestFailingDrafts.settings = LIMITS
+TestDeviceDrafts = DeviceDraftsMachine.TestCase
+TestDeviceDrafts.settings = LIMITS
+TestHostileDeviceDrafts = HostileDeviceDraftsMachine.TestCase
+TestHostileDeviceDrafts.settings = LIMITS
+TestMultiStepDeviceDrafts = MultiStepDeviceDraftsMachine.TestCase
+TestMultiStepDeviceDrafts.settings = settings(LIMITS, max_examples=50)
 TestMultiStepDrafts = MultiStepDraftsMachine.TestCase
 TestMultiStepDrafts.settings = settings(LIMITS, max_examples=50)

@@ -1,0 +1,193 @@
+"""Runs a speculator on the device after each forward pass of the target: over the same rows, then for proposals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import frozen
+
+from engine.core.attention.batch import ForwardBatch
+from engine.core.models.forward_pass import ForwardPass
+from engine.core.runner.device_state import GroupState
+from engine.core.runner.persistent_batch import PersistentBatch
+from engine.core.sampling.draft_rows import VerifiedDrafts
+from engine.core.speculators.device import DeviceSpeculator, TargetRows
+from engine.core.transfer import HostCopy, to_device
+from engine.core.types import Step
+
+
+@frozen(kw_only=True)
+class Proposals:
+    """Proposals of one step, on their way to the host."""
+
+    tokens: HostCopy
+    """Of one tensor, [sequences, drafts] int64."""
+    counts: npt.NDArray[np.int64]
+    """[sequences]: tokens of each proposal that are valid; the others were computed beyond the sequence's blocks."""
+
+    def to_host(self) -> tuple[tuple[int, ...], ...]:
+        """StepResult.proposals."""
+        (tokens,) = self.tokens.wait()
+        rows = zip(tokens.tolist(), self.counts.tolist(), strict=True)
+        return tuple(tuple(row[:count]) for row, count in rows)
+
+
+@frozen(kw_only=True)
+class ComputedRows:
+    """The rows of one forward pass of the target, whose tokens are sampled."""
+
+    batch: ForwardBatch
+    logit_rows: torch.Tensor
+    """[sampled] int64: the rows of the batch that were sampled from."""
+    sampled: torch.Tensor
+    """[sampled] int64: the token sampled from each of them."""
+    sequences: Sequence[int]
+    """Sequences that sample, without those with drafts."""
+    verified: VerifiedDrafts | None
+    """Of the sequences with drafts, whose rows come last."""
+
+
+class Drafter:
+    """A speculator on the device, its caches, and the passes that it computes.
+
+    All its layers read the block tables of the target's first cache group.
+    """
+
+    def __init__(
+        self,
+        speculator: DeviceSpeculator[Any],
+        groups: tuple[GroupState, ...],
+        persistent_batch: PersistentBatch,
+        *,
+        max_len: int,
+        scratch_block: int,
+    ) -> None:
+        """groups: its cache groups. scratch_block: the block that tokens without a place are written to."""
+        self._speculator = speculator
+        self._looks_ahead = speculator.looks_ahead
+        self._groups = groups
+        self._persistent_batch = persistent_batch
+        self._device = persistent_batch.tables.device
+        self._max_len = max_len
+        self._scratch = scratch_block * persistent_batch.block_size
+
+    def run(self, step: Step, rows: ComputedRows, *, propose: int) -> Proposals | None:
+        """Compute the target's rows, then propose up to `propose` tokens for each sequence that samples; None: 0, or no
+        sequence samples. The persistent batch has the tokens just sampled."""
+        hidden = self._observe(step, rows)
+        sequences = (*rows.sequences, *(part.sequence for part in step.drafts))
+        if not (propose and sequences):
+            return None
+        persistent_batch, verified = self._persistent_batch, rows.verified
+        table_rows = persistent_batch.rows(sequences)
+        positions = persistent_batch.computed[table_rows]
+        last = rows.logit_rows
+        if verified is not None:
+            (accepted,) = verified.accepted.wait()  # backends plan by positions that only the device knows
+            drafts = verified.rows
+            starts = np.fromiter((part.start for part in step.drafts), np.int64, len(step.drafts))
+            positions[len(rows.sequences) :] = starts + 1 + accepted.numpy()
+            last = torch.cat((last[: drafts.num_before], last[drafts.first + verified.num_accepted]))
+        limits = np.minimum(persistent_batch.capacities(sequences), self._max_len)
+        counts = np.clip(limits - positions + self._looks_ahead, 0, propose)
+        (device_rows,) = to_device([table_rows], self._device)
+        tokens = persistent_batch.last_tokens[device_rows]
+        hidden = hidden[last]
+        found: list[torch.Tensor] = []
+        if self._looks_ahead:
+            tokens = self._speculator.choose(hidden)
+            found.append(tokens)
+        for place in range(propose - len(found)):
+            batch = self._decode_batch(table_rows, device_rows, positions + place, limits, tokens)
+            hidden = self._speculator.advance(self._pass(batch), hidden)
+            tokens = self._speculator.choose(hidden)
+            found.append(tokens)
+        return Proposals(tokens=HostCopy.begin(torch.stack(found, 1)), counts=counts)
+
+    def single_rows(
+        self,
+        table_rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        tokens: torch.Tensor,
+        sequences: Sequence[int],
+        verified: VerifiedDrafts | None,
+    ) -> ComputedRows:
+        """The rows of a pass in which each row is one token at the end of its own context, as in a decode graph.
+
+        table_rows, positions: of each row, in the persistent batch and in its sequence; tokens: [rows] int64.
+        """
+        (device_rows,) = to_device([table_rows], self._device)
+        batch = self._decode_batch(table_rows, device_rows, positions, positions + 1, tokens)
+        sampled = self._persistent_batch.last_tokens[device_rows] if verified is None else verified.sampled
+        return ComputedRows(
+            batch=batch, logit_rows=batch.logit_rows, sampled=sampled, sequences=sequences, verified=verified
+        )
+
+    def _observe(self, step: Step, rows: ComputedRows) -> torch.Tensor:
+        """Hidden states of all rows: [tokens, size]."""
+        next_tokens = self._next_tokens(step, rows) if self._looks_ahead else None
+        return self._speculator.observe(self._pass(rows.batch), TargetRows(next_tokens=next_tokens))
+
+    def _next_tokens(self, step: Step, rows: ComputedRows) -> torch.Tensor:
+        """The token after that of each row: of a chunk the next one that is known, else the one sampled."""
+        tokens = rows.batch.tokens.roll(-1)
+        known = [
+            self._persistent_batch.known(chunk.sequence, end, end + 1)
+            for chunk in step.chunks
+            if not chunk.sample and (end := chunk.start + chunk.count)
+        ]
+        if known:
+            ends = np.cumsum([1] * len(step.decodes) + [chunk.count for chunk in step.chunks])[len(step.decodes) :] - 1
+            unsampled = ends[[not chunk.sample for chunk in step.chunks]]
+            places, values = to_device([unsampled, np.concatenate(known)], self._device)
+            tokens.index_copy_(0, places, values)
+        return tokens.index_copy_(0, rows.logit_rows, rows.sampled)
+
+    def _pass(self, batch: ForwardBatch) -> ForwardPass:
+        """Plan a batch in every group of the speculator."""
+        passes = tuple(
+            ForwardPass(batch=batch, attention=group.attention, plan=group.attention.plan(batch), pool=group.pool)
+            for group in self._groups
+        )
+        first = passes[0]
+        if len(passes) == 1:
+            return first
+        return ForwardPass(batch=batch, attention=first.attention, plan=first.plan, pool=first.pool, groups=passes)
+
+    def _decode_batch(
+        self,
+        rows: npt.NDArray[np.int64],
+        device_rows: torch.Tensor,
+        positions: npt.NDArray[np.int64],
+        limits: npt.NDArray[np.int64],
+        tokens: torch.Tensor,
+    ) -> ForwardBatch:
+        """A batch of one token of each sequence. rows: of the persistent batch; positions: of the tokens; limits: the
+        tokens that each sequence has room for, beyond which a token has no place and its result no meaning."""
+        persistent_batch, size, count = self._persistent_batch, self._persistent_batch.block_size, len(rows)
+        placed = positions < limits
+        at = np.where(placed, positions, 0)
+        width = int(at.max()) // size + 1
+        tables = persistent_batch.host_tables[rows, :width]
+        slots = tables[np.arange(count), at // size].astype(np.int64) * size + at % size
+        slots[~placed] = self._scratch
+        ends, lengths = (at + 1).astype(np.int32), np.ones(count, np.int32)
+        starts = np.arange(count + 1, dtype=np.int32)
+        sent = to_device([at, slots, starts, ends], self._device)
+        return ForwardBatch(
+            tokens=tokens,
+            positions=sent[0],
+            slots=sent[1],
+            query_starts=sent[2],
+            context_lens=sent[3],
+            block_tables=persistent_batch.tables[device_rows, :width],
+            logit_rows=torch.arange(count, device=self._device),
+            num_decodes=count,
+            query_lens_host=lengths,
+            context_lens_host=ends,
+            block_tables_host=tables,
+        )

@@ -1,0 +1,128 @@
+"""The start of a speculator on the device: makes its layers, loads their weights, makes its caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.core.attention.kv_pool import KVPool
+from engine.core.layers import LayerFactory
+from engine.core.layers.kv_scale_reader import find_kv_scales
+from engine.core.layers.sinks import find_sinks
+from engine.core.plugin_host.derived import attention_spec
+from engine.core.plugin_host.faults import blame, expect
+from engine.core.plugin_host.guard import owner_of
+from engine.core.quant.base import QuantMethod
+from engine.core.runner.device_state import GroupState
+from engine.core.runner.drafter import Drafter
+from engine.core.speculators.device import DeviceSpeculator
+from engine.core.startup import Phases
+from engine.core.weights.loader import DummySource, SafetensorsSource, WeightSource, load_weights
+
+if TYPE_CHECKING:
+    from engine.core.attention.base import AttentionBackend
+    from engine.core.config.tree import EngineConfig
+    from engine.core.device import DeviceInfo
+    from engine.core.distributed.rank_group import RankGroup
+    from engine.core.plugin_host.drafter import DrafterParts
+    from engine.core.plugin_host.result_checks import ResultChecks
+    from engine.core.runner.persistent_batch import PersistentBatch
+
+
+class DrafterStart:
+    """Starts the speculator of one rank, phase by phase, along with the target."""
+
+    def __init__(
+        self,
+        parts: DrafterParts,
+        config: EngineConfig,
+        device: DeviceInfo,
+        group: RankGroup,
+        checks: ResultChecks,
+        *,
+        dtype: str,
+        fused: bool,
+    ) -> None:
+        """group: the ranks that share it, as they share the target. checks: of what it returns in the first steps.
+        dtype: of its activations, the target's. fused: as of LayerFactory."""
+        self._parts = parts
+        self._config = config
+        self._device = device
+        self._group = group
+        self._checks = checks
+        self._dtype = dtype
+        self._fused = fused
+        self._owner = owner_of(parts.speculator)
+        self.layers: LayerFactory | None = None
+        """The factory of its layers, once they are made."""
+        self._speculator: DeviceSpeculator[Any] | None = None
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block, in all its layers."""
+        return sum(KVPool.bytes_per_block(group.spec) for group in self._parts.layout.groups)
+
+    def build(self) -> LayerFactory:
+        """Make the speculator, its layers still empty; return the factory that made them."""
+        parts = self._parts
+        quant = parts.quant.from_checkpoint(parts.checkpoint.quantization, parts.quant_options)
+        expect(isinstance(quant, QuantMethod), parts.quant_owner, "from_checkpoint()", quant, "a QuantMethod")
+        self.layers = LayerFactory(
+            dtype=self._dtype,
+            device=self._device.torch_name,
+            quant=quant,
+            group=self._group,
+            fused=self._fused,
+            cache=parts.layout,
+            owners={"quant": parts.quant_owner, "models": self._owner},
+            stored=self._source.names,
+            expert_parallel=self._config.executor.expert_parallel,
+            max_len=parts.spec.max_len,
+        )
+        cls = self._checks.speculator(parts.speculator, self._dtype)
+        self._speculator = cls(parts.spec, self.layers, parts.options)
+        return self.layers
+
+    def load(self, phases: Phases) -> None:
+        """Read the weights. Raises CheckpointError."""
+        assert self.layers is not None, "the layers are not made"
+        load_weights(self.layers, self._source, phases.progress, threads=self._config.model.load_threads)
+
+    @cached_property
+    def _source(self) -> WeightSource:
+        settings = self._config.model
+        return (
+            DummySource(settings.seed) if settings.load_format == "dummy" else SafetensorsSource(self._parts.checkpoint)
+        )
+
+    def make(self, num_blocks: int, persistent_batch: PersistentBatch, attention: Any, options: Any) -> Drafter:
+        """Make the caches, with `num_blocks` blocks. attention: class of the attention backend; options: its own."""
+        assert self.layers is not None, "the layers are not made"
+        assert self._speculator is not None, "the speculator is not made"
+        parts, ranks = self._parts, self._group.ranks
+        kv_dtype = parts.layout.groups[0].spec.kv_dtype
+        spec = attention_spec(parts.shape.model_spec, self._config, self._dtype, parts.spec.max_len, kv_dtype, ranks)
+        scales = find_kv_scales(spec, self.layers.kv_scales)
+        sinks = find_sinks(spec, self.layers.sinks, self._owner)
+        groups = []
+        for group in parts.layout.groups:
+            own = tuple(scales[layer] for layer in group.layers) if scales else ()
+            pool = KVPool(group.spec, num_blocks, self._device.torch_name, own)
+            backend: AttentionBackend[Any, Any] = attention(group.spec, pool, options)
+            if any(group.spec.sinks):
+                self._set_sinks(backend, [sinks[layer] for layer in group.layers])
+            groups.append(GroupState(pool=pool, attention=backend))
+        return Drafter(
+            self._speculator,
+            tuple(groups),
+            persistent_batch,
+            max_len=parts.spec.max_len,
+            scratch_block=num_blocks,
+        )
+
+    def _set_sinks(self, backend: AttentionBackend[Any, Any], sinks: Sequence[torch.Tensor | None]) -> None:
+        with blame(owner_of(type(backend)), "set_sinks()"):
+            backend.set_sinks(sinks)
