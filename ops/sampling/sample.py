@@ -254,7 +254,8 @@ def weigh_rows(
     stride = logits.stride(0)
     chunks = triton.cdiv(vocab, CHUNK)
     padded_chunks = triton.next_power_of_2(chunks)
-    chunk_max_logits, chunk_masses = torch.empty(2, n, chunks, dtype=torch.float32, device=device)
+    # A tensor each: that they are aligned must not depend on n, or there would be two kernels of each kind.
+    chunk_max_logits, chunk_masses = (torch.empty(n, chunks, dtype=torch.float32, device=device) for _ in range(2))
     chunk_tokens = torch.empty(n, chunks, dtype=torch.int32, device=device)
     states = torch.empty(n, 4, dtype=torch.int32, device=device)
     weighed = WeighedRows(

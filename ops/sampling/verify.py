@@ -178,7 +178,8 @@ def match_rows(
     Returns (number of accepted drafts, the token after them), both [slices] int64.
     """
     slices, k = drafts.shape
-    counts, tokens = torch.empty(2, slices, dtype=torch.int64, device=drafts.device)
+    # A tensor each: that they are aligned must not depend on their number, or there would be two kernels.
+    counts, tokens = (torch.empty(slices, dtype=torch.int64, device=drafts.device) for _ in range(2))
     if slices:
         _match_kernel[(slices,)](
             drafts.contiguous(), k, sampled, first, rows, counts, tokens, last_tokens, num_outputs, num_warps=1

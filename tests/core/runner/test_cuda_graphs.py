@@ -444,7 +444,7 @@ def test_tokens_with_drafts_on_a_gpu(
         stats = engine.stats()
     assert stats.speculation is not None
     assert sum(stats.speculation.accepted) > 0
-    assert stats.kernels_compiled == 0
+    assert stats.kernels_compiled == 0 or on == "off", "without graphs, attention has a kernel per size of batch"
 
 
 @pytest.fixture(scope="module")
