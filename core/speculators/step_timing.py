@@ -9,11 +9,16 @@ from time import perf_counter
 from engine.core.speculators.draft_lengths import DraftLengths
 from engine.core.types import Step
 
+_MAX_HOST_SHARE = 0.5
+"""Maximum of the host's time before a step that counts, relative to the step, where steps do not overlap."""
+
 
 class StepTiming:
-    """Times steps from submission to result, and so corrects the times by which draft lengths are chosen.
+    """Times the steps of a running engine, and so corrects the times by which draft lengths are chosen.
 
-    The time of a step that overlaps with the step before it is that between the two results. Steps with prefill chunks
+    Where steps overlap, the time of a step is that between its result and the one before. Where they do not, the host's
+    time before its submission counts too: proposals take longer than none. It counts as half of the step at most, since
+    the engine may have had nothing to do. Steps with prefill chunks
     do not count: their rows are not those of decodes. Nor, where steps overlap, do steps without drafts that had to
     wait for the result before them: they are the exception.
     """
@@ -38,7 +43,10 @@ class StepTiming:
         self._last_result = now
         if step.chunks:
             return
-        seconds = (now - max(begin, last_result)) / step.iterations
+        seconds = now - max(begin, last_result)
+        if not self._overlaps and last_result:
+            seconds += min(max(begin - last_result, 0.0), _MAX_HOST_SHARE * seconds)
+        seconds /= step.iterations
         if step.drafts:
             self._lengths.observe(
                 len(step.decodes) + sum(len(part.tokens) for part in step.drafts), seconds, drafts=True

@@ -34,12 +34,12 @@ def timing(times: list[float], *, overlaps: bool = False) -> tuple[StepTiming, N
     return StepTiming(lengths, overlaps=overlaps, clock=lambda: next(clock)), lengths
 
 
-def test_a_step_takes_the_time_from_its_submission_to_its_result() -> None:
-    timed, lengths = timing([10.0, 12.0, 20.0, 23.0])
-    for step in (plain(), with_drafts()):
+def test_a_step_takes_the_time_from_its_submission_to_its_result_and_that_of_the_host_before() -> None:
+    timed, lengths = timing([10.0, 12.0, 13.0, 16.0, 25.0, 29.0])
+    for step in (plain(), with_drafts(), plain(3)):
         timed.begin()
         timed.end(step)
-    assert lengths.seen == [(2, 2.0, False), (6, 3.0, True)]
+    assert lengths.seen == [(2, 2.0, False), (6, 4.0, True), (3, 6.0, False)], "the engine was idle before the last one"
 
 
 def test_a_step_that_overlaps_takes_the_time_between_results() -> None:
@@ -74,7 +74,7 @@ def test_steps_that_waited_for_a_result_teach_the_gap_before_drafts_but_not_the_
             timed.begin()
             timed.end(step)
         assert lengths.gaps == gaps
-        assert lengths.seen == ([(6, 3.0, True)] if overlaps else [(2, 5.0, False), (6, 3.0, True), (2, 4.0, False)])
+        assert lengths.seen == ([(6, 3.0, True)] if overlaps else [(2, 5.0, False), (6, 4.5, True), (2, 5.0, False)])
 
 
 def test_steps_in_flight_are_forgotten() -> None:
