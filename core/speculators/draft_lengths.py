@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from attrs import define
 
+from engine.core.speculators.gaps import Gaps
+from engine.core.speculators.probes import Probes
 from engine.core.speculators.step_costs import StepCosts
 
 _MEMORY = 0.95
@@ -19,36 +21,13 @@ _PRIOR_TRIALS = 8.0
 _FIRST_ACCEPTANCE = 0.5
 """The acceptance before the first trial of all."""
 _MAX_ACCEPTANCE = 0.99
-_PROBE_INTERVAL = 16
-"""Steps until a request whose drafts do not pay is probed; doubled with each probe that fails, up to a maximum."""
-_MAX_PROBE_INTERVAL = 512
-_PROBE_SHARE = 0.005
-"""Share of the time of all steps that probes that fail may take."""
 _MIN_GAIN = 1.02
 """Minimum tokens per time with drafts, relative to those without, that count as a gain: estimates are not exact."""
-_SAVED_STEPS = 64
-"""Steps whose time for probes may be saved up."""
 _MAX_PAUSE = 16
 """Maximum steps for which no request is asked after proposals that did not pay."""
 _PROBED_AT_ONCE = 1.02
 """A probe takes further requests along as long as the step takes at most this much longer: the host's wait, which is
 most of its cost, is the same."""
-_SLOW_GAP, _LONGEST_GAP = 0.02, 4.0
-"""Weight of a gap after the first 50; and the length, relative to the mean, beyond which a gap counts no further."""
-
-
-@define
-class _Gap:
-    """The mean time for which the device is idle before a step with drafts."""
-
-    time: float = 0.0
-    count: int = 0
-
-    def add(self, time: float) -> None:
-        self.count += 1
-        if self.count > 4:
-            time = min(time, _LONGEST_GAP * self.time)
-        self.time += (time - self.time) * max(_SLOW_GAP, 1 / self.count)
 
 
 @define
@@ -57,9 +36,6 @@ class _Trials:
 
     accepted: float = 0.0
     count: float = 0.0
-    next_probe: int = 0
-    """Step from which on the request may be probed, where its drafts do not pay."""
-    interval: int = _PROBE_INTERVAL
 
     def add(self, verified: int, accepted: int, memory: float) -> None:
         trials = accepted + (accepted < verified)
@@ -82,8 +58,8 @@ class DraftLengths:
     with one draft; the probes that fail take at most 0.5 % of the time, those of all requests together.
 
     Where steps overlap, the host has to wait for the step in flight before it plans one with drafts, and for that one
-    before it plans the next: the device is idle meanwhile, for the gap that `observe_gap` learns. `pays` is called
-    between `limit` and `choose` then: it says whether to wait at all.
+    before it plans the next: the device is idle meanwhile, for the time that `gaps` learns. `pays` is called between
+    `limit` and `choose` then: it says whether to wait at all.
     """
 
     def __init__(
@@ -91,8 +67,8 @@ class DraftLengths:
     ) -> None:
         """costs: times of steps with drafts; plain: of those without, None: the same; overlaps: whether steps without
         drafts are planned while the step before them runs."""
-        self._gaps: dict[int, _Gap] = {}
-        """By magnitude of the number of sequences: the host takes longer for more of them."""
+        self.gaps = Gaps()
+        """Of steps with drafts, where steps overlap."""
         self._overlaps = overlaps
         self._costs = costs
         self._plain = plain or costs
@@ -100,7 +76,7 @@ class DraftLengths:
         self._requests: dict[str, _Trials] = {}
         self._common = _Trials(accepted=_FIRST_ACCEPTANCE, count=1.0)
         self._powers = np.arange(1, max_drafts + 1)
-        self._step = 0
+        self._probes = Probes()
         self._rows = self._tokens = 0
         self._time = 0.0
         """Time of this step without drafts."""
@@ -108,14 +84,8 @@ class DraftLengths:
         """Time for which the device is idle before this step if it has drafts."""
         self._least = 1.0
         """Probability below which no draft can pay in this step."""
-        self._probe_time = 0.0
-        """Time that one draft adds to this step, and to the next one, which does not overlap with it."""
         self._waiting_time = 0.0
         """Time that this step takes longer without drafts if it does not overlap with the step before."""
-        self._saved = 0.0
-        """Time that may be spent on probes."""
-        self._probes: set[str] = set()
-        """Requests whose draft in this step is a probe."""
         self._pause = self._pause_left = 0
         """Steps for which no request is asked, as long as proposals do not pay; and how many of them are left."""
         self._waited = False
@@ -127,29 +97,32 @@ class DraftLengths:
         rows: rows without drafts; tokens: how many of them yield a token.
         """
         if self._waited:  # in vain
-            self._saved -= self._waiting_time
+            self._probes.spend(self._waiting_time)
             self._waited = False
-        self._step += 1
-        self.revise(rows, tokens)
-        most = max(_PROBE_SHARE * self._time * _SAVED_STEPS, self._probe_time)
-        self._saved = min(self._saved + _PROBE_SHARE * self._time, most)
+        cost = self._count(rows, tokens)
+        self._probes.begin(self._time, cost)
         if self._pause_left:
             self._pause_left -= 1
             return False
-        return tokens > 0 and (self._least <= _MAX_ACCEPTANCE or self._saved >= self._probe_time)
+        return tokens > 0 and (self._least <= _MAX_ACCEPTANCE or self._probes.affordable)
 
     def revise(self, rows: int, tokens: int) -> None:
         """Correct the numbers of the step that has begun."""
+        self._probes.revise(self._count(rows, tokens))
+
+    def _count(self, rows: int, tokens: int) -> float:
+        """Estimate the times of a step; returns the time that a probe adds to it and to the next one, which does not
+        overlap with it."""
         self._rows, self._tokens = rows, tokens
         most = max(tokens, 1) * self._max_drafts
         self._time = float(self._plain.table(rows)[rows])
-        self._gap = self.gap(tokens)
+        self._gap = self.gaps.expected(tokens)
         times = self._costs.table(rows + most)[rows : rows + 1 + most] + self._gap
         # The least time per row that any number of further rows has.
         further = times[1:] - self._time
         self._least = float((further / np.arange(1, most + 1)).min()) * tokens / self._time
         self._waiting_time = max(float(times[0]) - self._time, 0.0) if self._overlaps else 0.0
-        self._probe_time = max(float(further[0]), 0.0) + self._waiting_time
+        return max(float(further[0]), 0.0) + self._waiting_time
 
     def limit(self, request_id: str) -> int:
         """Maximum drafts of a request that may pay in this step; 0: none, so no proposal is needed."""
@@ -158,7 +131,7 @@ class DraftLengths:
             if self._least <= 0:
                 return self._max_drafts
             return min(self._max_drafts, int(math.log(self._least) / math.log(acceptance) + 1e-9))
-        return int(self._may_probe(request_id))
+        return int(self._probes.may(request_id))
 
     def pays(self, proposals: Sequence[tuple[str, int]]) -> bool:
         """Whether to wait for the step in flight, so that the step that has begun may have drafts.
@@ -166,16 +139,14 @@ class DraftLengths:
         proposals: (request, number of drafts), by the tokens before the step in flight: the first draft of each is for
         a token that is sampled already.
         """
-        if self._saved < 0:  # too often in vain
+        if self._probes.indebted:  # waited too often in vain
             return False
         proposals = [(request, length) for request, length in proposals if length]
-        if sum(self._most_per_time(proposals, known=False)) or any(
-            self._may_probe(request) for request, _ in proposals
-        ):
-            self._waited = True
-            return True
-        self._pause_asking(proposals)
-        return False
+        probes = any(self._probes.may(request) for request, _ in proposals)
+        self._waited = probes or any(self._most_per_time(proposals, known=False))
+        if not self._waited:
+            self._pause_asking(proposals)
+        return self._waited
 
     def choose(self, proposals: Sequence[tuple[str, int]]) -> list[int]:
         """How many drafts of each proposal to verify. proposals: (request, number of drafts)."""
@@ -188,11 +159,11 @@ class DraftLengths:
         for place, (request, length) in enumerate(proposals):
             if not length or found[place]:
                 continue
-            if limit is None and self._may_probe(request):
+            if limit is None and self._probes.may(request):
                 limit = _PROBED_AT_ONCE * self._time_of(rows + 1)
-                self._saved -= self._probe_time
-            if limit is not None and self._is_due(request) and self._time_of(rows + 1) <= limit:
-                self._probe(request)
+                self._probes.pay()
+            if limit is not None and self._probes.is_due(request) and self._time_of(rows + 1) <= limit:
+                self._probes.start(request)
                 found[place] = 1
                 rows += 1
         if any(found):
@@ -238,21 +209,9 @@ class DraftLengths:
 
     def observe(self, rows: int, time: float, *, drafts: bool) -> None:
         """Correct the measured times by the time of a step. drafts: whether the step had any."""
-        if drafts and self._probes:
-            self._saved += self._time_of(rows) - time  # what the probes took less, or more, than was counted
+        if drafts and self._probes.running:
+            self._probes.spend(time - self._time_of(rows))  # what the probes took more, or less, than was counted
         (self._costs if drafts else self._plain).observe(rows, time)
-
-    def observe_gap(self, time: float, sequences: int) -> None:
-        """Learn for how long the device was idle before a step with drafts of so many sequences, with drafts or not."""
-        self._gaps.setdefault(sequences.bit_length(), _Gap()).add(time)
-
-    def gap(self, sequences: int) -> float:
-        """Time for which the device is idle before a step with drafts, in the unit of `costs`: of this number of
-        sequences or the nearest one that there was; 0 before the first."""
-        if not self._gaps:
-            return 0.0
-        wanted = sequences.bit_length()
-        return self._gaps[min(self._gaps, key=lambda magnitude: abs(magnitude - wanted))].time
 
     def record(self, request_id: str, verified: int, accepted: int) -> None:
         """Count the drafts of a request. accepted: of those verified."""
@@ -260,27 +219,9 @@ class DraftLengths:
         trials.add(verified, accepted, _MEMORY)
         self._common.add(verified, accepted, _COMMON_MEMORY)
         if accepted:
-            if request_id in self._probes:
-                self._saved += self._time / max(self._tokens, 1)  # what the token would have taken otherwise
-            trials.interval = _PROBE_INTERVAL
-            trials.next_probe = self._step + 1
+            self._probes.accepted(request_id, self._time / max(self._tokens, 1))
 
     def finished(self, request_id: str) -> None:
         """Forget a request."""
         self._requests.pop(request_id, None)
-        self._probes.discard(request_id)
-
-    def _may_probe(self, request_id: str) -> bool:
-        """Whether a request whose drafts do not pay may be probed in this step."""
-        return self._saved >= self._probe_time and self._is_due(request_id)
-
-    def _is_due(self, request_id: str) -> bool:
-        """Whether the last probe of a request is long enough ago."""
-        trials = self._requests.get(request_id)
-        return trials is None or self._step >= trials.next_probe
-
-    def _probe(self, request_id: str) -> None:
-        trials = self._requests.setdefault(request_id, _Trials())
-        self._probes.add(request_id)
-        trials.next_probe = self._step + trials.interval
-        trials.interval = min(2 * trials.interval, _MAX_PROBE_INTERVAL)
+        self._probes.finished(request_id)

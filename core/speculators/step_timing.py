@@ -53,7 +53,7 @@ class StepTiming:
             )
             if self._overlaps and last_result:
                 sequences = len(step.decodes) + len(step.drafts)
-                self._lengths.observe_gap(max(begin - last_result, 0.0), sequences)
+                self._lengths.gaps.observe(max(begin - last_result, 0.0), sequences)
         elif step.decodes and not (step.propose or (waited and self._overlaps)):
             self._lengths.observe(len(step.decodes), seconds, drafts=False)
 

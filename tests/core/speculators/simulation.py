@@ -83,7 +83,7 @@ class Simulation:
         if self.fixed is None:
             self.lengths.observe(rows, self.curve(rows), drafts=drafts > 0)
             if drafts and self.gap:
-                self.lengths.observe_gap(self.gap, self.batch)
+                self.lengths.gaps.observe(self.gap, self.batch)
         for place, request in enumerate(self.requests):
             accepted, acceptance = 0, acceptance_of(self.acceptance, request, self.step)
             while accepted < chosen.get(request, 0) and self.pick.random() < acceptance:

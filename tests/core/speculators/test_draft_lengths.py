@@ -84,31 +84,12 @@ def test_the_host_does_not_wait_where_drafts_do_not_pay() -> None:
 def test_waiting_in_vain_ends() -> None:
     """What the speculator proposes is gone each time when the newest token is known."""
     lengths = DraftLengths(costs_of("memory, then compute"), 5, overlaps=True)
-    lengths.observe_gap(2000.0, 1)
+    lengths.gaps.observe(2000.0, 1)
     for _ in range(40):
         lengths.record("r", 5, 5)
     waits = [lengths.begin(1, 1) and lengths.pays([("r", 5)]) for _ in range(400)]
     assert waits[0]
     assert sum(waits) * 2000 <= 2000 + 0.005 * 400 * 5206
-
-
-def test_the_gap_is_the_mean_and_a_long_one_changes_little() -> None:
-    lengths = DraftLengths(costs_of("a laptop"), 5, overlaps=True)
-    assert lengths.gap(4) == 0
-    for gap in (3.0, 1.0, 2.0):
-        lengths.observe_gap(gap, 4)
-    assert lengths.gap(4) == pytest.approx(2.0)
-    for _ in range(60):
-        lengths.observe_gap(2.0, 4)
-    lengths.observe_gap(1000.0, 4)
-    assert lengths.gap(4) < 2.2
-
-
-def test_the_gap_is_that_of_the_nearest_number_of_sequences() -> None:
-    lengths = DraftLengths(costs_of("a laptop"), 5, overlaps=True)
-    lengths.observe_gap(1.0, 1)
-    lengths.observe_gap(9.0, 64)
-    assert [lengths.gap(count) for count in (1, 3, 48, 400)] == [1.0, 1.0, 9.0, 9.0]
 
 
 def test_requests_are_not_asked_for_a_while_after_proposals_that_did_not_pay() -> None:

@@ -5,20 +5,27 @@ from __future__ import annotations
 import pytest
 
 from engine.core.speculators import DraftLengths, StepCosts, StepTiming
+from engine.core.speculators.gaps import Gaps
 from engine.core.types import DraftSlice, PrefillChunk, Step
+
+
+class NotedGaps(Gaps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[float, int]] = []
+
+    def observe(self, time: float, sequences: int) -> None:
+        self.seen.append((time, sequences))
 
 
 class Noted(DraftLengths):
     def __init__(self) -> None:
         super().__init__(StepCosts([(1, 1.0), (8, 1.0)]), 4)
         self.seen: list[tuple[int, float, bool]] = []
-        self.gaps: list[tuple[float, int]] = []
+        self.gaps: NotedGaps = NotedGaps()
 
     def observe(self, rows: int, time: float, *, drafts: bool) -> None:
         self.seen.append((rows, time, drafts))
-
-    def observe_gap(self, time: float, sequences: int) -> None:
-        self.gaps.append((time, sequences))
 
 
 def plain(decodes: int = 2, **fields: int) -> Step:
@@ -73,7 +80,7 @@ def test_steps_that_waited_for_a_result_teach_the_gap_before_drafts_but_not_the_
         for step in (plain(), with_drafts(), plain()):
             timed.begin()
             timed.end(step)
-        assert lengths.gaps == gaps
+        assert lengths.gaps.seen == gaps
         assert lengths.seen == ([(6, 3.0, True)] if overlaps else [(2, 5.0, False), (6, 4.5, True), (2, 5.0, False)])
 
 

@@ -1,0 +1,42 @@
+"""How long the device is idle before a step with drafts, by the number of sequences."""
+
+from __future__ import annotations
+
+from attrs import define
+
+_FIRST = 4
+"""Gaps of which each counts in full."""
+_SLOW = 0.02
+"""Weight of a gap after the first 50."""
+_LONGEST = 4.0
+"""Length, relative to the mean, beyond which a gap counts no further: something disturbed the host."""
+
+
+@define
+class _Mean:
+    time: float = 0.0
+    count: int = 0
+
+    def add(self, time: float) -> None:
+        self.count += 1
+        if self.count > _FIRST:
+            time = min(time, _LONGEST * self.time)
+        self.time += (time - self.time) * max(_SLOW, 1 / self.count)
+
+
+class Gaps:
+    """Mean gaps by magnitude of the number of sequences: the host takes longer for more of them."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, _Mean] = {}
+
+    def observe(self, time: float, sequences: int) -> None:
+        """Learn from a gap before a step with drafts of so many sequences, with drafts or not; time in any unit."""
+        self._means.setdefault(sequences.bit_length(), _Mean()).add(time)
+
+    def expected(self, sequences: int) -> float:
+        """The gap before a step of so many sequences, or the nearest number that there was; 0 before the first."""
+        if not self._means:
+            return 0.0
+        wanted = sequences.bit_length()
+        return self._means[min(self._means, key=lambda magnitude: abs(magnitude - wanted))].time
