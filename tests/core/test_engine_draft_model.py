@@ -266,3 +266,27 @@ def test_engine_refuses_a_checkpoint_without_a_speculator(target: Path) -> None:
 def test_auto_takes_the_draft_model_where_one_is_named(target: Path) -> None:
     with build(target, target, speculator="auto") as engine:
         assert engine.parts.drafter is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_a_draft_model_on_a_gpu_proposes_what_the_model_generates(target: Path, graphs: str, overlap: str) -> None:
+    settings = {"executor__device": "cuda", "executor__graphs": graphs, "scheduler__overlap": overlap}
+    with build(target, None, **settings) as engine:
+        expected = tokens_of(engine)
+    with build(target, target, **settings) as engine:
+        for _ in range(2):
+            assert tokens_of(engine) == expected
+        stats = speculation(engine)
+    assert sum(stats.accepted) > 0.95 * sum(stats.verified), "a last bit may differ with the number of rows"
+    assert stats.verified[0] > 20
+
+
+@pytest.mark.gpu
+def test_a_wrong_draft_model_on_a_gpu_changes_no_token(target: Path, other: Path) -> None:
+    with build(target, None, executor__device="cuda") as engine:
+        expected = tokens_of(engine)
+    with build(target, other, executor__device="cuda") as engine:
+        assert tokens_of(engine) == expected
+        assert speculation(engine).verified[0] > 0
