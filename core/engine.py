@@ -229,6 +229,7 @@ class Engine:
             max_running=scheduler.max_running,
             owner=self.parts.owner("executors"),
             proposes=isinstance(speculator, DeviceProposals),
+            ahead=self._steps_ahead,
         )
         if times is None:
             log.warning(
@@ -238,13 +239,21 @@ class Engine:
             )
         return times
 
+    @property
+    def _steps_ahead(self) -> int:
+        """Steps that are in flight while the next is planned."""
+        overlap = self.config.scheduler.overlap
+        return int(self._executor.asynchronous if overlap == "auto" else overlap == "on")
+
     def _start_scheduling(
         self, speculator: CheckedSpeculator | DeviceProposals | None, times: StepTimes | None
     ) -> None:
         """Build the scheduler over the executor's KV cache, and the step loop."""
         lengths = None
         if speculator is not None and times is not None:
-            lengths = DraftLengths(times.drafts, speculator.spec.max_drafts, plain=times.plain)
+            lengths = DraftLengths(
+                times.drafts, speculator.spec.max_drafts, plain=times.plain, overlaps=self._steps_ahead > 0
+            )
         cache = self.config.cache
         cache_metrics = CacheMetrics(self.cache_info.kinds, sample=cache.metrics_sample) if cache.metrics else None
         observers: list[CacheObserver] = [cache_metrics] if cache_metrics is not None else []
@@ -271,11 +280,10 @@ class Engine:
             grammars=self._grammars,
             unknown_sequences=times.sequences if times is not None else (),
         )
-        overlap = self.config.scheduler.overlap
         self._loop = StepLoop(
             self._scheduler,
             self._executor,
-            steps_ahead=int(self._executor.asynchronous if overlap == "auto" else overlap == "on"),
+            steps_ahead=self._steps_ahead,
             owner=self.parts.owner("executors"),
             grammars=self._grammars,
             meter=meter,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 from attrs import frozen
 
 from engine.core.errors import StepFaultError
-from engine.core.executors.base import Executor
+from engine.core.executors.base import Executor, PendingResult
 from engine.core.plugin_host.faults import shown
 from engine.core.schedulers.block_kinds import longest_context
 from engine.core.schedulers.prompt_step import STEP, prompt_step
@@ -46,6 +48,7 @@ def measure_step_times(
     max_running: int,
     owner: str,
     proposes: bool = False,
+    ahead: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepTimes | None:
     """Run decodes of more and more sequences, without drafts and with `max_drafts` each; None: there is no room.
@@ -53,8 +56,9 @@ def measure_step_times(
     To be called after the rehearsal, in which results are checked; takes up to 2 seconds, or as long as a prompt and
     the first nine steps take. What remains are keys and values in blocks that are free. max_tokens: of a step; max_len:
     of a context; owner: the executor, as errors name it; proposes: whether steps with drafts also propose `max_drafts`
-    tokens, as by a speculator on the device. Raises what the executor raises, and StepFaultError where a
-    result does not have the tokens of each draft slice.
+    tokens, as by a speculator on the device; ahead: steps without drafts that are submitted before the result of one
+    is awaited. Raises what the executor raises, and StepFaultError where a result does not have the tokens of each
+    draft slice.
     """
     length = 1 + max_drafts + _DECODES
     most = min(
@@ -92,12 +96,7 @@ def measure_step_times(
             drafts.append((count * (1 + width), seconds))
         if width < max_drafts:
             continue
-        reset = tuple((number, length - _DECODES) for number in chosen)
-        for _ in range(_REPETITIONS):
-            step = Step(id=STEP, decodes=chosen, chunks=(), positions=reset)
-            seconds, _ = _time(executor, step, clock)
-            plain.append((count, seconds))
-            reset = ()
+        plain += [(count, seconds) for seconds in _time_decodes(executor, chosen, length - _DECODES, ahead, clock)]
     return StepTimes(plain=_costs(plain), drafts=_costs(drafts), sequences=tuple(range(running)))
 
 
@@ -131,6 +130,24 @@ def _time(executor: Executor, step: Step, clock: Callable[[], float]) -> tuple[f
     begin = clock()
     result = _run(executor, step)
     return clock() - begin, result
+
+
+def _time_decodes(
+    executor: Executor, chosen: tuple[int, ...], position: int, ahead: int, clock: Callable[[], float]
+) -> list[float]:
+    """Seconds between the results of decodes of these sequences, the first at `position`. ahead: steps that are
+    submitted before the result of a step is awaited."""
+    pending: deque[PendingResult] = deque()
+    times = [clock()]
+    for number in range(_REPETITIONS + ahead):
+        positions = () if number else tuple((each, position) for each in chosen)
+        pending.append(executor.submit(Step(id=STEP, decodes=chosen, chunks=(), positions=positions)))
+        if number >= ahead:
+            pending.popleft().result()
+            times.append(clock())
+    for each in pending:
+        each.result()
+    return [after - before for before, after in pairwise(times)][ahead:]
 
 
 def _run(executor: Executor, step: Step) -> StepResult:

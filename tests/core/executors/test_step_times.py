@@ -87,6 +87,45 @@ def test_steps_with_and_without_drafts_are_measured_by_rows() -> None:
     assert {len(step.decodes) for step in executor.steps} == {0, 1, 2, 4, 8, 16, 20}
 
 
+class Ahead(Clocked):
+    """Computes decodes one after the other, while further ones are submitted; the host takes 3 s to submit a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = 0.0
+        self.most_in_flight = self.in_flight = 0
+
+    def submit(self, step: Step) -> Any:
+        begin, done = self.now, super().submit(step)
+        seconds, self.now = self.now - begin, begin + 3.0
+        self.free = max(self.free, self.now) + seconds
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        return Later(self, self.free, done.result())
+
+
+class Later(Done):
+    def __init__(self, executor: Ahead, end: float, result: StepResult) -> None:
+        super().__init__(result)
+        self._executor, self._end = executor, end
+
+    def result(self) -> StepResult:
+        self._executor.now = max(self._executor.now, self._end)
+        self._executor.in_flight -= 1
+        return super().result()
+
+
+def test_where_steps_overlap_the_time_without_drafts_is_that_between_results() -> None:
+    executor = Ahead()
+    executor.plain = 8.0
+    assert measure(executor, max_running=1, ahead=1).plain.table(1)[1] == pytest.approx(8.01)
+    assert (executor.most_in_flight, executor.in_flight) == (2, 0)
+    executor = Ahead()
+    executor.plain = 8.0
+    assert measure(executor, max_running=1).plain.table(1)[1] == pytest.approx(11.01)
+    assert executor.most_in_flight == 1
+
+
 def test_a_slow_device_is_measured_with_few_rows() -> None:
     executor = Clocked(plain=5.0, drafts=6.0)
     times = measure(executor)
