@@ -38,6 +38,8 @@ from engine.core.quant.base import (
 if TYPE_CHECKING:
     import torch
 
+    from engine.core.layers.hidden_states import HiddenStates
+
 L = TypeVar("L", bound=Layer)
 
 
@@ -65,12 +67,14 @@ class SingleLayerFactory(ExpertLayers):
         cache: CacheLayout | None = None,
         stored: Collection[str] | None = None,
         expert_parallel: bool = False,
+        hidden_states: HiddenStates | None = None,
     ) -> None:
         """group: the ranks that share the model; None: a single rank. fused: use Triton kernels (fused.py) where they
         exist. owners: extension point (quant, models) -> how errors name its plugin. max_len: longest context that is
         served, tokens; None: the model's. cache: which layers share block tables; None: all. stored: names of the
         checkpoint's tensors; None: there is every tensor that layers ask for. expert_parallel: each rank has some of a
-        layer's experts, not a shard of each.
+        layer's experts, not a shard of each. hidden_states: where the states entering some decoder layers are kept;
+        None: they are not.
         """
         torch_dtype(dtype)
         self.model_owner = owners.get("models", "the model")
@@ -104,6 +108,10 @@ class SingleLayerFactory(ExpertLayers):
         """Those of `layers` that are output layers."""
         self._quant = quant
         self.expert_parallel = expert_parallel
+        self.hidden_states = hidden_states
+        """Where the states entering some decoder layers are kept; None: they are not."""
+        self.token_embedding: Embedding | None = None
+        """The embedding of tokens: the first that was made."""
         self._stored = stored
         self._modules = None if stored is None else frozenset(name.rpartition(".")[0] for name in stored)
         self._cache = None if cache is None or cache.one else cache
@@ -320,11 +328,14 @@ class SingleLayerFactory(ExpertLayers):
     def embedding(self, name: str, vocab_size: int, hidden_size: int, *, scale: float = 1.0) -> Embedding:
         """The token embedding, vocab-parallel on several ranks. scale: factor on its vectors."""
         weight = f"{name}.weight"
+        made: Embedding
         if self.ranks == 1:
-            return self._record(Embedding(weight, vocab_size, hidden_size, self.dtype, scale=scale))
-        made = self._classes.vocab_parallel_embedding(
-            weight, vocab_size, hidden_size, self.dtype, self._group, scale=scale
-        )
+            made = Embedding(weight, vocab_size, hidden_size, self.dtype, scale=scale)
+        else:
+            made = self._classes.vocab_parallel_embedding(
+                weight, vocab_size, hidden_size, self.dtype, self._group, scale=scale
+            )
+        self.token_embedding = self.token_embedding or made
         return self._record(made)
 
     def lm_head(

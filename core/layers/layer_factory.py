@@ -17,6 +17,7 @@ from engine.core.layers.blocks import (
 )
 from engine.core.layers.factory import SingleLayerFactory
 from engine.core.layers.head_norm import HeadNorm, ProjectionNorm, ProjectionPart
+from engine.core.layers.hidden_states import StoringAttentionBlock
 from engine.core.layers.linear import PartialLinear
 from engine.core.layers.norm import LayerNorm, Norm, NormKind, ResidualAddition, RMSNorm
 from engine.core.layers.sparse_mlp import SparseMLP, SparseMLPSpec
@@ -92,7 +93,7 @@ class LayerFactory(SingleLayerFactory):
         output_scale: float = 1.0,
         qkv: str = "",
         interleaved: bool = False,
-    ) -> AttentionBlock:
+    ) -> AttentionBlock | StoringAttentionBlock:
         """The attention block of decoder layer `layer`: input norm, projections, attention, output projection.
 
         name: of the attention module in the checkpoint, with q_proj, k_proj, v_proj and o_proj. norm: name of the input
@@ -138,12 +139,17 @@ class LayerFactory(SingleLayerFactory):
             interleaved=interleaved,
         )
         output = self.partial_linear(f"{name}.o_proj", hidden_size, num_heads * head_dim, bias=output_bias)
-        return AttentionBlock(
+        block = AttentionBlock(
             input_norm,
             projections,
             attention,
             self._output(output, hidden_size, eps, norm_kind, output_norm, output_scale),
         )
+        states = self.hidden_states
+        # Without any norm of its own, a block gets its input normed, as in layers of parallel attention and MLP.
+        if states is None or not states.has(layer) or not (norm or output_norm):
+            return block
+        return StoringAttentionBlock(block, layer, states)
 
     def gated_mlp(
         self,

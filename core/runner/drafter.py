@@ -11,6 +11,7 @@ import torch
 from attrs import frozen
 
 from engine.core.attention.batch import ForwardBatch
+from engine.core.layers.hidden_states import HiddenStates
 from engine.core.models.forward_pass import ForwardPass
 from engine.core.runner.device_state import GroupState
 from engine.core.runner.persistent_batch import PersistentBatch
@@ -65,10 +66,13 @@ class Drafter:
         *,
         max_len: int,
         scratch_block: int,
+        hidden_states: HiddenStates | None = None,
     ) -> None:
-        """groups: its cache groups. scratch_block: the block that tokens without a place are written to."""
+        """groups: its cache groups. scratch_block: the block that tokens without a place are written to. hidden_states:
+        those of the target that it computes with; None: it needs none."""
         self._speculator = speculator
         self._looks_ahead = speculator.looks_ahead
+        self._hidden_states = hidden_states
         self._groups = groups
         self._persistent_batch = persistent_batch
         self._device = persistent_batch.tables.device
@@ -130,7 +134,8 @@ class Drafter:
     def _observe(self, step: Step, rows: ComputedRows) -> torch.Tensor:
         """Hidden states of all rows: [tokens, size]."""
         next_tokens = self._next_tokens(step, rows) if self._looks_ahead else None
-        return self._speculator.observe(self._pass(rows.batch), TargetRows(next_tokens=next_tokens))
+        hidden = None if self._hidden_states is None else self._hidden_states.rows(len(rows.batch.tokens))
+        return self._speculator.observe(self._pass(rows.batch), TargetRows(hidden=hidden, next_tokens=next_tokens))
 
     def _next_tokens(self, step: Step, rows: ComputedRows) -> torch.Tensor:
         """The token after that of each row: of a chunk the next one that is known, else the one sampled."""

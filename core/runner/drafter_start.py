@@ -7,9 +7,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import evolve
 
 from engine.core.attention.kv_pool import KVPool
+from engine.core.errors import ConfigError
 from engine.core.layers import LayerFactory
+from engine.core.layers.base import torch_dtype
+from engine.core.layers.hidden_states import HiddenStates
 from engine.core.layers.kv_scale_reader import find_kv_scales
 from engine.core.layers.sinks import find_sinks
 from engine.core.plugin_host.derived import attention_spec
@@ -59,15 +63,44 @@ class DrafterStart:
         self.layers: LayerFactory | None = None
         """The factory of its layers, once they are made."""
         self._speculator: DeviceSpeculator[Any] | None = None
+        self._hidden_states: HiddenStates | None = None
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block, in all its layers."""
         return sum(KVPool.bytes_per_block(group.spec) for group in self._parts.layout.groups)
 
-    def build(self) -> LayerFactory:
-        """Make the speculator, its layers still empty; return the factory that made them."""
-        parts = self._parts
+    def make_hidden_states(self) -> HiddenStates | None:
+        """Where the target is to keep the hidden states that the speculator computes with; None: it needs none."""
+        layers, scheduler = self._parts.shape.hidden_layers, self._config.scheduler
+        if layers:
+            self._hidden_states = HiddenStates(
+                layers,
+                self._parts.spec.target.hidden_size,
+                max_rows=max(scheduler.max_batch_tokens, scheduler.max_running),
+                dtype=torch_dtype(self._dtype),
+                device=self._device.torch_name,
+            )
+        return self._hidden_states
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights and of the hidden states of the target."""
+        states = self._hidden_states
+        return (0 if self.layers is None else self.layers.nbytes) + (0 if states is None else states.nbytes)
+
+    def build(self, target: LayerFactory) -> LayerFactory:
+        """Make the speculator, its layers still empty; return the factory that made them.
+
+        target: the factory that has made the target's layers. Raises ConfigError if these do not keep hidden states.
+        """
+        parts, states = self._parts, self._hidden_states
+        if states is not None and states.missing:
+            raise ConfigError(
+                f"{target.model_owner} does not give the hidden states entering layers"
+                f" {', '.join(map(str, sorted(states.missing)))}, which {self._owner} computes with: they are not"
+                " attention blocks of the LayerFactory with norms of their own; use a draft model"
+            )
         quant = parts.quant.from_checkpoint(parts.checkpoint.quantization, parts.quant_options)
         expect(isinstance(quant, QuantMethod), parts.quant_owner, "from_checkpoint()", quant, "a QuantMethod")
         self.layers = LayerFactory(
@@ -83,7 +116,8 @@ class DrafterStart:
             max_len=parts.spec.max_len,
         )
         cls = self._checks.speculator(parts.speculator, self._dtype)
-        self._speculator = cls(parts.spec, self.layers, parts.options)
+        spec = evolve(parts.spec, target_embedding=target.token_embedding)
+        self._speculator = cls(spec, self.layers, parts.options)
         return self.layers
 
     def load(self, phases: Phases) -> None:
@@ -121,6 +155,7 @@ class DrafterStart:
             persistent_batch,
             max_len=parts.spec.max_len,
             scratch_block=num_blocks,
+            hidden_states=self._hidden_states,
         )
 
     def _set_sinks(self, backend: AttentionBackend[Any, Any], sinks: Sequence[torch.Tensor | None]) -> None:

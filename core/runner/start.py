@@ -127,7 +127,7 @@ class RunnerStart:
                 free //= self._group.ranks  # all ranks share the host's memory
             model, layers = self._build_model()
             self.layers = layers
-            factories = [layers] if self._drafter is None else [layers, self._drafter.build()]
+            factories = [layers] if self._drafter is None else [layers, self._drafter.build(layers)]
         with phases.phase("weights"):
             self._load_weights(layers, phases)
             if self._drafter is not None:
@@ -140,7 +140,7 @@ class RunnerStart:
             with phases.phase("tuning"):
                 for factory in factories:
                     tune(factory, self._config.executor.kernel_cache)
-        weights = sum(factory.nbytes for factory in factories)
+        weights = layers.nbytes + (0 if self._drafter is None else self._drafter.nbytes)
         with phases.phase("memory"):
             activations = self._measure_activations(model, kv_scales)
         shapes = frozenset[tuple[int, ...]]().union(*(factory.packed_shapes for factory in factories))
@@ -181,6 +181,7 @@ class RunnerStart:
             stored=self._source.names,
             expert_parallel=self._config.executor.expert_parallel,
             max_len=self._spec.max_len,
+            hidden_states=None if self._drafter is None else self._drafter.make_hidden_states(),
         )
         cls = self.checks.model(parts.model, self._model_spec, self._dtype)
         model = cls(self._checkpoint.config, layers, options["models"])

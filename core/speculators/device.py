@@ -42,6 +42,9 @@ class DrafterSpec:
     """config.json of that checkpoint."""
     find_model: Callable[[Mapping[str, Any]], type[Model]] = field(repr=False)
     """Returns the class of the installed model plugins that builds the model of a config.json. Raises PluginError."""
+    target_embedding: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, repr=False)
+    """The target's embedding, for the constructor alone: [tokens] int64 -> [tokens, hidden_size of the target]. None
+    where the target makes none by the LayerFactory, and in `shape`."""
 
 
 @frozen(kw_only=True)
@@ -50,12 +53,17 @@ class DrafterShape:
 
     model_spec: ModelSpec
     """Its attention layers, whose keys and values core caches. `vocab_size` and `hidden_size` are its own."""
+    hidden_layers: tuple[int, ...] = ()
+    """Layers of the target, from 0: the hidden states that enter them are given to `observe`."""
 
 
 @frozen(kw_only=True, eq=False)
 class TargetRows:
     """What the target has computed for the rows of a batch. A row is one token of one sequence."""
 
+    hidden: torch.Tensor | None = None
+    """[tokens, layers * hidden_size of the target]: the hidden states entering DrafterShape.hidden_layers, those of the
+    layers side by side; None: there are none."""
     next_tokens: torch.Tensor | None = None
     """[tokens] int64: the token after that of each row, for speculators with `looks_ahead`. After a rejected draft
     arbitrary, but within the vocabulary."""

@@ -26,3 +26,10 @@ def register_speculators(register: Register) -> None:
         summary="what a smaller model of the same vocabulary generates, on the device",
         preference=20,
     )
+    register(
+        "eagle3",
+        lazy("engine.plugins.speculators.eagle3:Eagle3"),
+        api="2",
+        summary="EAGLE-3 heads on hidden states of the model, on the device",
+        preference=30,
+    )

@@ -11,6 +11,7 @@ from attrs import evolve
 
 from engine.core.errors import CheckpointError, ConfigError
 from engine.core.speculators import DeviceSpeculator, DrafterShape, DrafterSpec, SpeculatorSpec, TargetRows
+from engine.plugins.speculators.eagle3_config import is_eagle3
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,8 @@ class DraftModel(DeviceSpeculator[None]):
     def refuses(cls, spec: SpeculatorSpec) -> str | None:
         if spec.config is None:
             return "it needs a draft model; name its directory or its name on the hub as speculator.model"
+        if is_eagle3(spec.config):
+            return "speculator.model has EAGLE-3 heads, which are no model; use the speculator eagle3"
         return None
 
     @classmethod

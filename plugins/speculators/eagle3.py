@@ -1,0 +1,157 @@
+"""EAGLE-3 heads (arXiv:2503.01840): one decoder layer over hidden states of the model and the embedded next token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.core.errors import CheckpointError
+from engine.core.layers import Layer
+from engine.core.quant import TensorSpec
+from engine.core.speculators import DeviceSpeculator, DrafterShape, DrafterSpec, SpeculatorSpec, TargetRows
+from engine.plugins.speculators.eagle3_config import is_eagle3, parse_eagle3
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.core.layers import LayerFactory
+    from engine.core.models import ForwardPass
+
+
+class Eagle3(DeviceSpeculator[None]):
+    """Row i takes the hidden states of the model at token i and the embedding of token i + 1.
+
+    The hidden states of three layers, side by side, become one by a linear layer; while a proposal is made, the layer's
+    own output stands for it.
+    """
+
+    api = "2"
+    looks_ahead = True
+
+    @classmethod
+    def refuses(cls, spec: SpeculatorSpec) -> str | None:
+        if spec.config is None:
+            return "it needs EAGLE-3 heads; name their directory or their name on the hub as speculator.model"
+        if not is_eagle3(spec.config):
+            return "config.json of speculator.model is not of EAGLE-3 heads; use those, or another speculator"
+        return None
+
+    @classmethod
+    def shape(cls, spec: DrafterSpec, options: None) -> DrafterShape:
+        config = parse_eagle3(spec.config, spec.target.num_layers)
+        if config.vocab_size > spec.vocab_size:
+            raise CheckpointError(
+                f"the EAGLE-3 heads in {spec.path} have {config.vocab_size} draft tokens, and the model has"
+                f" {spec.vocab_size} tokens; use heads that were trained for this model"
+            )
+        return DrafterShape(model_spec=config.model_spec(), hidden_layers=config.hidden_layers)
+
+    def __init__(self, spec: DrafterSpec, layers: LayerFactory, options: None) -> None:
+        config = parse_eagle3(spec.config, spec.target.num_layers)
+        size, eps = config.hidden_size, config.norm_eps
+        name = "midlayer" if layers.stores("midlayer.self_attn.q_proj") else "layers.0"
+        attention = f"{name}.self_attn"
+        self._norm_before_residual = config.norm_before_residual
+        self._fc = layers.linear([("fc", size)], len(config.hidden_layers) * spec.target.hidden_size)
+        self._embedding = _embedding(spec, layers, size)
+        self._embedding_norm = layers.norm(f"{name}.input_layernorm", size, eps)
+        self._hidden_norm = layers.norm(f"{name}.hidden_norm", size, eps)
+        self._qkv = layers.qkv(
+            (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
+            2 * size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            bias=config.bias,
+        )
+        self._attention = layers.attention(
+            0,
+            layers.shard(config.num_heads, "query heads"),
+            layers.shard_kv_heads(config.num_kv_heads),
+            config.head_dim,
+            name=attention,
+        )
+        self._output = layers.partial_linear(
+            f"{attention}.o_proj", size, config.num_heads * config.head_dim, bias=config.bias
+        )
+        self._mlp = layers.gated_mlp(
+            f"{name}.mlp", size, config.intermediate_size, norm=f"{name}.post_attention_layernorm", eps=eps
+        )
+        self._rotary = layers.rotary(config.rope)
+        self._norm = layers.norm("norm", size, eps)
+        self._head = layers.lm_head("lm_head", config.vocab_size, size)
+        self._targets = TargetTokens(config.vocab_size, spec.vocab_size, spec.path.name)
+        layers.layers.append(self._targets)
+        layers.ignore("t2d")
+
+    def observe(self, run: ForwardPass, target: TargetRows) -> torch.Tensor:
+        assert target.hidden is not None, "the shape asks for hidden states"
+        assert target.next_tokens is not None, "the speculator looks ahead"
+        return self._forward(run, target.next_tokens, self._fc(target.hidden))
+
+    def advance(self, run: ForwardPass, hidden: torch.Tensor) -> torch.Tensor:
+        return self._forward(run, run.batch.tokens, hidden)
+
+    def choose(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._targets(self._head.greedy(self._norm(hidden)[0])[1])
+
+    def _forward(self, run: ForwardPass, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The layer's output before the last norm. tokens: [rows] int64; hidden: [rows, hidden_size]."""
+        normed, residual = self._hidden_norm(hidden)
+        if self._norm_before_residual:
+            residual = normed
+        embedded, _ = self._embedding_norm(self._embedding(tokens))
+        angles = self._rotary.angles(run.batch.positions)
+        attended = self._attention(run, self._qkv(torch.cat((embedded, normed), -1)), angles)
+        made, residual = self._mlp(self._output(attended), residual)
+        # A partial sum is reduced by the norm, which also returns the sum with the residual.
+        return self._norm(made, residual)[1]
+
+
+class TargetTokens(Layer):
+    """The target's token of each draft token: draft token i is token i + d2t[i]; without d2t both are the same."""
+
+    def __init__(self, num_drafts: int, vocab_size: int, where: str) -> None:
+        """where: the checkpoint, in errors."""
+        self._num_drafts = num_drafts
+        self._vocab_size = vocab_size
+        self._where = where
+        self._tokens: torch.Tensor | None = None
+
+    def __call__(self, drafts: torch.Tensor) -> torch.Tensor:
+        """[rows] int64 -> [rows] int64."""
+        return drafts if self._tokens is None else self._tokens[drafts]
+
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        optional = self._num_drafts == self._vocab_size
+        return {"d2t": TensorSpec(shape=(self._num_drafts,), dtypes=("int64", "int32"), optional=optional)}
+
+    def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
+        if "d2t" not in loaded:
+            return
+        offsets = loaded["d2t"].long()
+        tokens = torch.arange(self._num_drafts, device=offsets.device) + offsets
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
+            raise CheckpointError(
+                f"d2t of the EAGLE-3 heads in {self._where} leads to tokens beyond the model's {self._vocab_size}; use"
+                " heads that were trained for this model"
+            )
+        self._tokens = tokens
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._tokens is None else self._tokens.nbytes
+
+
+def _embedding(spec: DrafterSpec, layers: LayerFactory, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The heads' own embedding, or else the model's."""
+    if layers.stores("embed_tokens"):
+        return layers.embedding("embed_tokens", spec.vocab_size, size)
+    if spec.target_embedding is None or spec.target.hidden_size != size:
+        raise CheckpointError(
+            f"the EAGLE-3 heads in {spec.path} have no embed_tokens.weight, and the model's embedding cannot stand for"
+            f" it: the heads have {size} numbers per token, the model {spec.target.hidden_size}"
+        )
+    return spec.target_embedding

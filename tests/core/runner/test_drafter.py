@@ -1,0 +1,134 @@
+"""A speculator on the device between replays of decode steps: by the stand-in on the CPU, by CUDA graphs on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core import Engine, SamplingParams
+from engine.core.runner import start
+from engine.core.speculators import DeviceProposals
+from engine.core.types import SpeculationStats
+from engine.testing.checkpoints import make_checkpoint
+from tests.core.runner.test_cuda_graphs import (
+    GREEDY,
+    FixedAttention,
+    ReplayByRunning,
+    build,
+    tokens_of,
+)
+from tests.plugins.speculators.eagle3_reference import write_heads
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", tokenizer=True)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> type[ReplayByRunning]:
+    monkeypatch.setattr(start, "GraphCapturer", ReplayByRunning)
+    monkeypatch.setattr(start, "use_graphs", lambda config, attention, model, device: config.executor.graphs != "off")
+    ReplayByRunning.captured = 0
+    return ReplayByRunning
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[tuple[int, ...]]:
+    with build(checkpoint, executor__graphs="off") as engine:
+        return tokens_of(engine)
+
+
+def drafting(draft: Path, **settings: Any) -> dict[str, Any]:
+    return {"speculator": "draft_model", "speculator__model": str(draft), "speculator__length": "fixed", **settings}
+
+
+def speculation(engine: Engine) -> SpeculationStats:
+    stats = engine.stats().speculation
+    assert stats is not None
+    return stats
+
+
+@pytest.mark.parametrize("running", [3, 16], ids=["most are too large", "all fit"])
+@pytest.mark.parametrize("scheduler", ["fcfs", "multi_step"])
+def test_drafts_of_the_model_itself_are_all_accepted_between_replays(
+    checkpoint: Path, replays: type[ReplayByRunning], expected: list[tuple[int, ...]], running: int, scheduler: str
+) -> None:
+    settings = drafting(checkpoint, running=running, scheduler=scheduler)
+    with build(checkpoint, attention=FixedAttention, **settings) as engine:
+        assert tokens_of(engine) == expected
+        stats = speculation(engine)
+        assert sum(stats.accepted) > 50
+        assert stats.accepted == stats.verified
+    assert replays.captured > 0
+
+
+def test_drafts_of_another_model_change_no_token_between_replays(
+    checkpoint: Path, replays: type[ReplayByRunning], expected: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    other = make_checkpoint(tmp_path, "llama", tokenizer=True, seed=4)
+    drawn = SamplingParams(temperature=0.7, max_tokens=24, ignore_eos=True, seed=3, logprobs=1)
+    with build(checkpoint, attention=FixedAttention) as engine:
+        alone = tokens_of(engine, drawn)
+    with build(checkpoint, attention=FixedAttention, **drafting(other, running=16)) as engine:
+        assert tokens_of(engine) == expected
+        assert tokens_of(engine, drawn) == alone
+        assert sum(speculation(engine).verified) > 50
+
+
+def test_hidden_states_of_replays_are_those_of_plain_steps(
+    replays: type[ReplayByRunning], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EAGLE-3 heads then propose the same tokens."""
+    target = make_checkpoint(tmp_path / "target", "llama", tokenizer=True, num_hidden_layers=8)
+    write_heads(tmp_path / "heads")
+    receive = DeviceProposals.receive
+    found: list[tuple[int, tuple[int, ...]]] = []
+
+    def noted(self: DeviceProposals, request_id: str, length: int, tokens: tuple[int, ...]) -> None:
+        found.append((length, tokens))
+        receive(self, request_id, length, tokens)
+
+    monkeypatch.setattr(DeviceProposals, "receive", noted)
+    outputs, proposals = [], []
+    for graphs in ("decode", "off"):
+        settings = drafting(tmp_path / "heads", speculator="eagle3", running=16, executor__graphs=graphs)
+        with build(target, attention=FixedAttention, **settings) as engine:
+            outputs.append(tokens_of(engine, GREEDY))
+        proposals.append(sorted(found))
+        found.clear()
+    assert outputs[0] == outputs[1]
+    assert proposals[0] == proposals[1]
+    assert sum(len(tokens) for _, tokens in proposals[0]) > 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on", ["on", "decode", "off"])
+@pytest.mark.parametrize("attention", ["triton", "torch"])
+@pytest.mark.parametrize("running", [4, 16])
+def test_drafts_of_the_model_itself_on_a_gpu(checkpoint: Path, attention: str, on: str, running: int) -> None:
+    """In float32 sums of another order may change a token now and then, of the target or of a draft."""
+    on = "off" if attention == "torch" else on
+    usual = {"executor__device": "cuda", "executor__graphs": on, "attention": attention, "model__dtype": "float32"}
+    with build(checkpoint, running=running, **usual) as engine:
+        alone = tokens_of(engine)
+    with build(checkpoint, **drafting(checkpoint, running=running), **usual) as engine:
+        assert tokens_of(engine) == alone
+        stats = speculation(engine)
+        assert sum(stats.verified) > 100
+        assert sum(stats.accepted) > 0.95 * sum(stats.verified)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on", ["on", "decode", "off"])
+def test_eagle_heads_on_a_gpu(tmp_path: Path, on: str) -> None:
+    target = make_checkpoint(tmp_path / "target", "llama", tokenizer=True, num_hidden_layers=8)
+    write_heads(tmp_path / "heads")
+    usual = {"executor__device": "cuda", "executor__graphs": on, "attention": "triton", "model__dtype": "float32"}
+    with build(target, running=16, **usual) as engine:
+        alone = tokens_of(engine)
+    with build(target, **drafting(tmp_path / "heads", speculator="eagle3", running=16), **usual) as engine:
+        assert tokens_of(engine) == alone
+        assert sum(speculation(engine).verified) > 100

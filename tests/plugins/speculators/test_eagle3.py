@@ -1,0 +1,235 @@
+"""EAGLE-3 heads in whole engines: every proposal is that of a reference, and no token of the output changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.core import Engine, SamplingParams
+from engine.core.errors import CheckpointError, ConfigError, PluginError
+from engine.core.speculators import DeviceProposals, TargetRows
+from engine.core.types import Request
+from engine.plugins.speculators.eagle3 import Eagle3
+from engine.testing.checkpoints import make_checkpoint
+
+from .eagle3_reference import LAYERS, Reference, write_heads
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+PROMPTS = [tuple((7 * row + 3 * column) % 256 for column in range(5 + 13 * row)) for row in range(4)]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("target")
+    return make_checkpoint(path, "llama", tokenizer=True, num_hidden_layers=8)
+
+
+def build(target: Path, heads: Path | None, **settings: Any) -> Engine:
+    common = {
+        "executor__device": "cpu",
+        "cache__memory": "8MiB",
+        "model__max_len": 256,
+        "model__dtype": "float32",
+    }
+    if heads is not None:
+        common |= {"speculator": "eagle3", "speculator__model": str(heads), "speculator__length": "fixed"}
+    return Engine(model=str(target), **{**common, **settings})
+
+
+@pytest.fixture(scope="module")
+def expected(target: Path) -> list[tuple[int, ...]]:
+    """Outputs without a speculator."""
+    with build(target, None) as engine:
+        return [done.token_ids for done in engine.generate(PROMPTS, GREEDY)]
+
+
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, Sequence[int]]]:
+    """(request, its number of tokens, the proposal) of each proposal that comes from the device."""
+    found: list[tuple[str, int, Sequence[int]]] = []
+    receive = DeviceProposals.receive
+
+    def noted(self: DeviceProposals, request_id: str, length: int, tokens: Sequence[int]) -> None:
+        found.append((request_id, length, tokens))
+        receive(self, request_id, length, tokens)
+
+    monkeypatch.setattr(DeviceProposals, "receive", noted)
+    return found
+
+
+def run(engine: Engine, predictions: Sequence[tuple[int, ...]] = ()) -> list[tuple[int, ...]]:
+    outputs: dict[str, list[int]] = {str(number): [] for number in range(len(PROMPTS))}
+    for number, prompt in enumerate(PROMPTS):
+        prediction = predictions[number] if predictions else ()
+        engine.add(Request(id=str(number), prompt=prompt, params=GREEDY, prediction=prediction))
+    for _ in range(500):
+        for output in engine.step():
+            outputs[output.request] += output.tokens
+        if all(len(tokens) == GREEDY.max_tokens for tokens in outputs.values()):
+            break
+    return [tuple(tokens) for tokens in outputs.values()]
+
+
+def check(
+    reference: Reference,
+    received: list[tuple[str, int, Sequence[int]]],
+    outputs: Sequence[tuple[int, ...]],
+    layers: Sequence[int] = LAYERS,
+) -> None:
+    """Every proposal received is the reference's."""
+    compared = 0
+    for name, length, tokens in received:
+        whole = (*PROMPTS[int(name)], *outputs[int(name)])[:length]
+        assert list(tokens) == reference.propose(whole, len(tokens), layers)
+        compared += len(tokens)
+    assert compared > 20
+
+
+@pytest.mark.parametrize(
+    ("heads", "settings"),
+    [
+        ({}, {}),
+        ({"layout": "speculators"}, {"speculator__max_drafts": 3, "scheduler__overlap": "on"}),
+        ({"norm_before_residual": True}, {"scheduler__max_batch_tokens": 11}),
+        ({"own_embedding": True}, {"cache__block_size": 4, "speculator__max_drafts": 6}),
+        ({"layer_ids": (1, 3, 6)}, {"speculator__max_drafts": 1}),
+    ],
+    ids=["eagle", "speculators", "chunks", "own embedding", "other layers"],
+)
+def test_proposals_are_the_reference_s(
+    target: Path,
+    tmp_path: Path,
+    expected: list[tuple[int, ...]],
+    received: list[tuple[str, int, Sequence[int]]],
+    heads: dict[str, Any],
+    settings: dict[str, Any],
+) -> None:
+    """Also after drafts that were accepted, from a prediction, and after such that were not."""
+    tensors = write_heads(tmp_path, **heads)
+    reference = Reference(target, tensors, norm_before_residual=bool(heads.get("norm_before_residual")))
+    layers = heads.get("layer_ids", LAYERS)
+    wrong = [(*tokens[:6], 0, 1, *tokens[6:]) for tokens in expected]
+    with build(target, tmp_path, **settings) as engine:
+        for predictions in ((), expected, wrong):
+            assert run(engine, predictions) == expected
+            check(reference, received, expected, layers)
+            received.clear()
+        stats = engine.stats().speculation
+        assert stats is not None
+        assert 0 < sum(stats.accepted) < sum(stats.verified)
+
+
+def test_proposals_are_the_reference_s_after_a_preemption(
+    target: Path,
+    tmp_path: Path,
+    expected: list[tuple[int, ...]],
+    received: list[tuple[str, int, Sequence[int]]],
+) -> None:
+    reference = Reference(target, write_heads(tmp_path))
+    with build(target, tmp_path) as engine:
+        bytes_per_block = engine.cache_info.kv_bytes // engine.cache_info.num_blocks
+    with build(target, tmp_path, model__max_len=100, cache__memory=str(8 * bytes_per_block)) as engine:
+        assert run(engine) == expected
+        assert engine.stats().preemptions > 0
+    check(reference, received, expected)
+
+
+def test_hidden_states_are_the_reference_s(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = Reference(target, write_heads(tmp_path))
+    seen: list[torch.Tensor] = []
+    observe = Eagle3.observe
+
+    def noted(self: Eagle3, run: Any, target: TargetRows) -> torch.Tensor:
+        seen.append(observe(self, run, target))
+        return seen[-1]
+
+    monkeypatch.setattr(Eagle3, "observe", noted)
+    with build(target, tmp_path) as engine:
+        seen.clear()
+        prompt = PROMPTS[3]
+        [done] = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    outputs = reference.outputs(reference.inputs(prompt), [*prompt[1:], *done.token_ids])
+    assert (seen[0] - outputs).norm() / outputs.norm() < 1e-5
+
+
+def test_two_ranks_propose_the_same(
+    target: Path, tmp_path: Path, expected: list[tuple[int, ...]], received: list[tuple[str, int, Sequence[int]]]
+) -> None:
+    reference = Reference(target, write_heads(tmp_path))
+    with build(target, tmp_path, executor__tensor_parallel=2) as engine:
+        assert run(engine, expected) == expected
+    check(reference, received, expected)
+
+
+def test_auto_takes_the_heads_where_they_are_named(target: Path, tmp_path: Path) -> None:
+    write_heads(tmp_path)
+    with build(target, tmp_path, speculator="auto") as engine:
+        assert engine.parts.drafter is not None
+        assert issubclass(engine.parts.drafter.speculator, Eagle3)
+
+
+def test_layers_named_by_their_outputs_are_those_before(
+    target: Path, tmp_path: Path, expected: list[tuple[int, ...]], received: list[tuple[str, int, Sequence[int]]]
+) -> None:
+    """As modelopt names them."""
+    heads = write_heads(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 5]})
+    with build(target, tmp_path) as engine:
+        assert run(engine) == expected
+    check(Reference(target, heads), received, expected, (1, 3, 6))
+
+
+@pytest.mark.parametrize(
+    ("heads", "error", "message"),
+    [
+        ({"layer_ids": (2, 4, 8)}, ConfigError, r"entering layers 2, 4, 8, and the model has 8 layers"),
+        ({"fc_norm": True}, CheckpointError, r"config.json has fc_norm, and such EAGLE-3 heads are not supported"),
+        ({"draft_vocab_size": 600}, CheckpointError, r"have 600 draft tokens, and the model has 512 tokens"),
+        ({"eagle_aux_hidden_state_layer_ids": "all"}, CheckpointError, r"must be a list of numbers of layers"),
+    ],
+)
+def test_engine_refuses_heads_that_do_not_fit(
+    target: Path, tmp_path: Path, heads: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    write_heads(tmp_path, **heads)
+    with pytest.raises(error, match=message):
+        build(target, tmp_path)
+
+
+def test_engine_refuses_a_model_that_gives_no_hidden_states(tmp_path: Path) -> None:
+    """Whose blocks have one norm for attention and MLP in parallel."""
+    path = make_checkpoint(
+        tmp_path / "target", "cohere2", tokenizer=True, num_hidden_layers=8, layer_types=["full_attention"] * 8
+    )
+    write_heads(tmp_path / "heads")
+    with pytest.raises(ConfigError, match=r"does not give the hidden states entering layers 2, 4, 5"):
+        build(path, tmp_path / "heads")
+
+
+def test_engine_refuses_a_model_as_heads_and_heads_as_a_model(target: Path, tmp_path: Path) -> None:
+    write_heads(tmp_path)
+    with pytest.raises(PluginError, match=r"is not of EAGLE-3 heads"):
+        build(target, target)
+    with pytest.raises(PluginError, match=r"has EAGLE-3 heads, which are no model; use the speculator eagle3"):
+        build(target, tmp_path, speculator="draft_model")
+
+
+def test_engine_refuses_heads_of_another_vocabulary(target: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = write_heads(tmp_path)
+    save_file({**tensors, "d2t": tensors["d2t"] + 400}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"d2t of the EAGLE-3 heads .* leads to tokens beyond the model's 512"):
+        build(target, tmp_path)
+
+
+def test_config_with_several_layers_is_refused(target: Path, tmp_path: Path) -> None:
+    write_heads(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    with pytest.raises(CheckpointError, match="EAGLE-3 heads have one"):
+        build(target, tmp_path)
