@@ -26,7 +26,7 @@ import statistics
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,8 +36,7 @@ from attrs import frozen
 from engine.cli.bench.report import Row, engine_settings, report, write
 from engine.core import Engine, SamplingParams
 from engine.core.speculators import SpeculatedSequence, Speculator
-from engine.core.weights.loader import DummySource, TensorSpec
-from engine.core.weights.readers import ReadTask
+from engine.core.weights import DummySource
 
 ROOT = Path(__file__).parent.parent
 PROMPT_TOKENS = 128
@@ -73,9 +72,7 @@ def make_predictable() -> None:
     and the rows of the LM head are those of the embedding, one further."""
     allocate = DummySource.allocate
 
-    def changed(
-        self: DummySource, name: str, spec: TensorSpec, **shard: Any
-    ) -> tuple[torch.Tensor, Iterable[ReadTask]]:
+    def changed(self: DummySource, name: str, spec: Any, **shard: Any) -> tuple[torch.Tensor, Any]:
         same = "model.embed_tokens.weight" if name == "lm_head.weight" else name
         values, tasks = allocate(self, same, spec, **shard)
         if name == "lm_head.weight":

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import frozen
 
+from engine.core.runner.graph_capture import GraphCapturer
 from engine.core.runner.persistent_batch import PersistentBatch
 from engine.core.sampling.draft_rows import DraftRows
 from engine.core.sampling.sampling_table import SamplingTable
 from engine.core.types import Step
-
-if TYPE_CHECKING:
-    from engine.core.runner.cuda_graphs import GraphCapturer
 
 _COLUMNS = ("rows", "positions", "sources", "tokens", "offsets", "first", "table_rows")
 """What is sent per row of the batch, per draft row, or per draft slice."""

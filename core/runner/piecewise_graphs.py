@@ -15,12 +15,12 @@ import torch
 from attrs import define, evolve
 
 from engine.core.attention.batch import ForwardBatch
-from engine.core.runner.cuda_graphs import weak_ref_tensor
+from engine.core.runner.graph_capture import weak_ref_tensor
 
 if TYPE_CHECKING:
     from engine.core.models.forward_pass import ForwardPass
-    from engine.core.runner.cuda_graphs import GraphCapturer
     from engine.core.runner.device_state import DeviceState
+    from engine.core.runner.graph_capture import GraphCapturer
 
 MAX_TOKENS = 1024
 """Larger steps keep the device busy for longer than the host takes to launch their kernels one by one."""

@@ -41,10 +41,11 @@ from engine.core.profiling.cost import ModelCost
 from engine.core.profiling.count import count_model
 from engine.core.quant.base import QuantMethod
 from engine.core.quant.float8 import KVScales
-from engine.core.runner.cuda_graphs import DecodeGraphs, GraphCapturer
+from engine.core.runner.cuda_graphs import DecodeGraphs
 from engine.core.runner.device_state import DeviceState, GroupState, StepGraphs
 from engine.core.runner.drafter_start import DrafterStart
 from engine.core.runner.first_uses import FirstUses
+from engine.core.runner.graph_capture import GraphCapturer
 from engine.core.runner.memory import (
     MEMORY_SHARE,
     MemoryPlan,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.runner.cuda_graphs import GraphCapturer
 from engine.core.runner.draft_batch import DraftBatch
+from engine.core.runner.graph_capture import GraphCapturer
 from engine.core.runner.persistent_batch import PersistentBatch
 from engine.core.sampling.draft_rows import DraftRows
 from engine.core.sampling.sampling_table import SamplingTable
