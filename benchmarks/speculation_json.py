@@ -1,17 +1,19 @@
 """Measures what drafts gain where outputs must match a JSON schema: tool calls of agents, similar and never the same.
 
     python benchmarks/speculation_json.py [--model DIR] [--batch 1,4,16] [--speculators forced,ngram,suffix]
-        [--drafts 5] [--length fixed,auto] [--whitespace 0] [--temperature 0] [--repeat 5] [--set KEY=VALUE]
-        [--json FILE]
+        [--drafts 5] [--length fixed,auto] [--whitespace 0] [--temperature 0] [--repeat 5] [--together]
+        [--set KEY=VALUE] [--json FILE]
 
 Each output is a list of four calls of three tools, by a schema with names, enumerations, bounded numbers and short
 texts, after a prompt with a task of its own. Weights may be random (--set model.load_format=dummy). `forced` proposes
 nothing itself, so that only tokens that the grammar forces are drafts; with the other speculators they are, too.
 
-`plain` is the same load without a speculator, before and after the others. `tokens per step` is how many tokens a
-request gains in a step, `accepted` the share of the verified drafts. `equal` is the share of requests with the tokens
-of plain decoding: 1 in float32; in shorter types logits may differ in the last bit with the number of rows. All cases
-have the same prompts, others in each run; a first run, which does not count, is what `suffix` first learns from.
+`plain` is the same load without a speculator, `gain` the median, over the runs, of the rate divided by that of plain.
+With --together the cases of a batch take turns, each in an engine of its own that stays: on a machine that does other
+work too, and with a small model. `tokens per step` is how many tokens a request gains in a step, `accepted` the share
+of the verified drafts. `equal` is the share of requests with the tokens of plain decoding: 1 in float32; in shorter
+types logits may differ in the last bit with the number of rows. All cases have the same prompts, others in each run; a
+first run, which does not count, is what `suffix` first learns from.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -119,26 +122,45 @@ def run(engine: Engine, prompts: list[list[int]], temperature: float) -> Run:
     return Run(tokens / seconds, tokens / (tokens - accepted), accepted / max(verified, 1), found)
 
 
-def measure(args: argparse.Namespace, batch: int, settings: dict[str, Any]) -> tuple[list[Run], Engine]:
-    """All runs of one case but the first; the engine is closed."""
-    with Engine(args.model, scheduler__max_running=batch, **settings) as engine:
-        engine.compile_grammar(SamplingParams(grammar=schema()))
-        runs = [
-            run(engine, prompts_of(engine, max(6, 2 * batch), seed), args.temperature)
-            for seed in range(1 + args.repeat)
-        ]
-    return runs[1:], engine
+def cases_of(args: argparse.Namespace, batch: int, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of each case."""
+    usual = {**settings, "scheduler__max_running": batch, "grammar__options": {"max_whitespace": args.whitespace}}
+    found = {"plain": usual}
+    for length in args.length.split(","):
+        for name in args.speculators.split(","):
+            chosen = {"speculator": Forced if name == "forced" else name, "speculator__length": length}
+            found[f"{length}, {name}"] = {**usual, **chosen, "speculator__max_drafts": args.drafts}
+    return found
+
+
+def measure(args: argparse.Namespace, batch: int, cases: dict[str, dict[str, Any]]) -> dict[str, list[Run]]:
+    """All runs of each case but the first."""
+    found: dict[str, list[Run]] = {case: [] for case in cases}
+    seeds = range(1 + args.repeat)
+    with ExitStack() as stack:
+        engines: dict[str, Engine] = {}
+        for seed in seeds if args.together else (0,):
+            for case, settings in cases.items():
+                if case not in engines:
+                    if not args.together:
+                        stack.close()
+                    engines[case] = stack.enter_context(Engine(args.model, **settings))
+                for one in (seed,) if args.together else seeds:
+                    prompts = prompts_of(engines[case], max(6, 2 * batch), one)
+                    found[case].append(run(engines[case], prompts, args.temperature))
+    return {case: runs[1:] for case, runs in found.items()}
 
 
 def rows_of(case: str, runs: list[Run], plain: list[Run]) -> list[Row]:
     rate, base = (statistics.median(one.rate for one in some) for some in (runs, plain))
+    gain = statistics.median(one.rate / other.rate for one, other in zip(runs, plain, strict=True))
     per_step, accepted = (statistics.mean(getattr(one, name) for one in runs) for name in ("per_step", "accepted"))
     pairs = [
         pair for one, other in zip(runs, plain, strict=True) for pair in zip(one.outputs, other.outputs, strict=True)
     ]
     equal = statistics.mean(one == other for one, other in pairs)
     print(
-        f"{case}: {rate:.0f} tokens/s, {rate / base:.2f} x, {per_step:.2f} tokens per step, accepted {accepted:.2f}, "
+        f"{case}: {rate:.0f} tokens/s, {gain:.2f} x, {per_step:.2f} tokens per step, accepted {accepted:.2f}, "
         f"equal {equal:.3f}",
         flush=True,
     )
@@ -151,6 +173,7 @@ def rows_of(case: str, runs: list[Run], plain: list[Run]) -> list[Row]:
             baseline_name="plain",
             case=case,
         ),
+        Row(metric="gain", value=round(gain, 3), unit="x", case=case),
         Row(metric="tokens per step", value=round(per_step, 2), unit="tokens", case=case),
         Row(metric="accepted", value=round(accepted, 3), unit="share", case=case),
         Row(metric="equal", value=round(equal, 3), unit="share", case=case),
@@ -167,28 +190,23 @@ def main() -> int:
     parser.add_argument("--whitespace", type=int, default=0)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--together", action="store_true")
     parser.add_argument("--set", action="append", default=[], dest="settings")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     settings: dict[str, Any] = {
         key.replace(".", "__"): value for key, _, value in (one.partition("=") for one in args.settings)
     }
-    settings["grammar__options"] = {"max_whitespace": args.whitespace}
     results: list[Row] = []
     for batch in map(int, args.batch.split(",")):
-        plain, engine = measure(args, batch, settings)
-        case = f"batch {batch}, plain"
-        results += rows_of(case, plain, plain)
-        for length in args.length.split(","):
-            for name in args.speculators.split(","):
-                chosen = {"speculator": Forced if name == "forced" else name, "speculator__length": length}
-                given = {**settings, **chosen, "speculator__max_drafts": args.drafts}
-                runs, _ = measure(args, batch, given)
-                results += rows_of(f"batch {batch}, {length}, {name}", runs, plain)
-        results += rows_of(f"{case}, again", measure(args, batch, settings)[0], plain)
+        runs = measure(args, batch, cases_of(args, batch, settings))
+        for case, found in runs.items():
+            results += rows_of(f"batch {batch}, {case}", found, runs["plain"])
     if args.json is not None:
-        tokens = statistics.mean(len(output) for one in plain for output in one.outputs)
-        described = {**engine_settings(engine), "drafts": args.drafts, "tokens per output": round(tokens, 1)}
+        tokens = statistics.mean(len(output) for one in runs["plain"] for output in one.outputs)
+        with Engine(args.model, **settings) as engine:
+            described = {**engine_settings(engine), "drafts": args.drafts, "tokens per output": round(tokens, 1)}
+        described |= {"set": ", ".join(args.settings), "together": args.together}
         described |= {"whitespace": args.whitespace, "temperature": args.temperature}
         write(args.json, report("speculation_json", engine.cache_info.device, results, described))
     return 0

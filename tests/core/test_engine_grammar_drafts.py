@@ -219,12 +219,15 @@ def test_free_requests_and_constrained_ones_have_drafts_in_one_step(uniproc: Eng
         {"scheduler": "multi_step", "scheduler__options": {"steps": 4}},
         {"cache__block_size": 4, "speculator__max_drafts": 9},
         {"grammar": "xgrammar"},
+        {"speculator": "draft_model"},
     ],
-    ids=["no overlap", "chunks", "multi-step", "small blocks", "xgrammar"],
+    ids=["no overlap", "chunks", "multi-step", "small blocks", "xgrammar", "draft model"],
 )
 def test_settings_change_no_token(engine_checkpoint: Path, uniproc: Engine, settings: dict[str, Any]) -> None:
     if "grammar" in settings:
         pytest.importorskip("xgrammar")
+    if "speculator" in settings:
+        settings = {**settings, "speculator__model": str(engine_checkpoint)}
     asked = [params(PERSON), params(Grammar.regex("[ab]{9,30}"), temperature=0.0), params(PERSON, temperature=0.4)]
     with make_engine(engine_checkpoint, **{**TOLD, **settings}) as engine:
         alone = (engine if "grammar" in settings else uniproc).generate(PROMPTS, asked)
@@ -232,6 +235,24 @@ def test_settings_change_no_token(engine_checkpoint: Path, uniproc: Engine, sett
             Told.tell(told(alone), wrong_every)
             assert list(map(essence, engine.generate(PROMPTS, asked))) == list(map(essence, alone))
         assert accepted(engine) > 0
+
+
+def test_an_abort_amid_drafts_leaves_nothing_behind(uniproc: Engine) -> None:
+    asked = params(PERSON, temperature=0.0)
+    [alone] = uniproc.generate(PROMPTS[:1], asked)
+    Told.tell({PROMPTS[0]: alone.token_ids})
+    uniproc.add(Request(id="one", prompt=PROMPTS[0], params=asked))
+    before = accepted(uniproc)
+    while accepted(uniproc) == before:
+        uniproc.step()
+    output = uniproc.abort("one")
+    assert output is not None
+    assert output.finish_reason == "abort"
+    while uniproc.has_work:
+        uniproc.step()
+    assert uniproc.stats().blocks_used == 0
+    [again] = uniproc.generate(PROMPTS[:1], asked)
+    assert essence(again) == essence(alone)
 
 
 def test_preemption_changes_no_token(engine_checkpoint: Path, uniproc: Engine) -> None:

@@ -436,10 +436,12 @@ def test_tokens_with_drafts_on_a_gpu(
         for wrong_every in (0, 3, 1):
             Told.tell(half, wrong_every)
             assert tokens_of(engine) == expected
-        Told.tell({})
-        alone = tokens_of(engine, drawn)
-        Told.tell({tuple(prompt): output for prompt, output in zip(PROMPTS, alone, strict=True)}, 3)
-        assert tokens_of(engine, drawn) == alone
+        edited = {"frequency_penalty": 0.6, "grammar": Grammar.regex("[a-f]{24,30}"), "ignore_eos": False}
+        for asked in (drawn, attrs.evolve(GREEDY, repetition_penalty=1.3), attrs.evolve(drawn, **edited)):
+            Told.tell({})
+            alone = tokens_of(engine, asked)
+            Told.tell({tuple(prompt): output for prompt, output in zip(PROMPTS, alone, strict=True)}, 3)
+            assert tokens_of(engine, asked) == alone
         Told.tell({})
         stats = engine.stats()
     assert stats.speculation is not None
