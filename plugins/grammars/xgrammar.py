@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from attrs import frozen
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars import (
@@ -55,10 +56,8 @@ class XGrammar(GrammarBackend[JsonOptions]):
         import xgrammar
 
         self._options = options
-        self._eos_mask = eos_mask(vocabulary)
-        self._tokens_mask = _tokens_mask(len(vocabulary.tokens))
+        self._vocabulary = _Vocabulary.of(vocabulary)
         self._formats = FormatResolver(vocabulary)
-        self._encode = vocabulary.encode
         special = vocabulary.special_tokens - vocabulary.eos_tokens
         texts = [NO_TEXT if token in special else text for token, text in enumerate(vocabulary.tokens)]
         self._tokenizer = xgrammar.TokenizerInfo(
@@ -76,8 +75,8 @@ class XGrammar(GrammarBackend[JsonOptions]):
         except RuntimeError as error:  # the only class that the library raises
             reason = _PLACE.sub("", " ".join(str(error)[:_MAX_ERROR].split()))
             raise InvalidRequestError(f"xgrammar refuses the {grammar.kind}: {reason}", "grammar") from None
-        compiled = _Compiled(made, self._eos_mask, self._tokens_mask, self._encode)
-        if not allows_any(compiled.matcher(), self._eos_mask):
+        compiled = _Compiled(made, self._vocabulary)
+        if not allows_any(compiled.matcher(), self._vocabulary.eos):
             raise InvalidRequestError(f"xgrammar refuses the {grammar.kind}: no text matches it", "grammar")
         return compiled
 
@@ -94,37 +93,43 @@ class XGrammar(GrammarBackend[JsonOptions]):
         return self._compiler.compile_json_schema(json.dumps(schema), **json_form(self._options.max_whitespace))
 
 
+@frozen(kw_only=True)
+class _Vocabulary:
+    """What all matchers share."""
+
+    eos: npt.NDArray[np.int32]
+    """The mask that allows the end-of-sequence tokens."""
+    tokens: npt.NDArray[np.int32]
+    """The mask that allows every token."""
+    empty: frozenset[int]
+    """Tokens without text, for each of which the library writes a warning when it refuses one."""
+    encode: Callable[[str], list[int]]
+
+    @classmethod
+    def of(cls, vocabulary: GrammarVocabulary) -> _Vocabulary:
+        return cls(
+            eos=eos_mask(vocabulary),
+            tokens=_tokens_mask(len(vocabulary.tokens)),
+            empty=frozenset(token for token, text in enumerate(vocabulary.tokens) if not text) - vocabulary.eos_tokens,
+            encode=vocabulary.encode,
+        )
+
+
 class _Compiled(CompiledGrammar):
-    def __init__(
-        self,
-        compiled: Any,
-        eos: npt.NDArray[np.int32],
-        tokens: npt.NDArray[np.int32],
-        encode: Callable[[str], list[int]],
-    ) -> None:
+    def __init__(self, compiled: Any, vocabulary: _Vocabulary) -> None:
         self._compiled = compiled
-        self._eos = eos
-        self._tokens = tokens
-        self._encode = encode
+        self._vocabulary = vocabulary
 
     def matcher(self) -> GrammarMatcher:
         import xgrammar
 
-        return _Matcher(xgrammar.GrammarMatcher(self._compiled), self._eos, self._tokens, self._encode)
+        return _Matcher(xgrammar.GrammarMatcher(self._compiled), self._vocabulary)
 
 
 class _Matcher(GrammarMatcher):
-    def __init__(
-        self,
-        matcher: Any,
-        eos: npt.NDArray[np.int32],
-        tokens: npt.NDArray[np.int32],
-        encode: Callable[[str], list[int]],
-    ) -> None:
+    def __init__(self, matcher: Any, vocabulary: _Vocabulary) -> None:
         self._matcher = matcher
-        self._eos = eos
-        self._tokens = tokens
-        self._encode = encode
+        self._vocabulary = vocabulary
         self._more_ends = 0
         """End-of-sequence tokens accepted after the first, of which the library takes none."""
 
@@ -134,23 +139,26 @@ class _Matcher(GrammarMatcher):
 
     def fill_mask(self, mask: npt.NDArray[np.int32]) -> None:
         if self.is_terminated:
-            mask[:] = self._eos
+            mask[:] = self._vocabulary.eos
             return
         self._matcher.fill_next_token_bitmask(mask[None, :], 0)
-        mask &= self._tokens  # the library sets the bits beyond the vocabulary
+        mask &= self._vocabulary.tokens  # the library sets the bits beyond the vocabulary
 
     def accept(self, token: int) -> bool:
         if self.is_terminated:
-            ends = bool(self._eos[token // 32] >> (token % 32) & 1)
+            ends = bool(self._vocabulary.eos[token // 32] >> (token % 32) & 1)
             self._more_ends += ends
             return ends
-        return bool(self._matcher.accept_token(token))
+        return token not in self._vocabulary.empty and bool(self._matcher.accept_token(token))
 
     def forced_tokens(self) -> list[int]:
         if self.is_terminated:
             return []
-        text = self._matcher.find_jump_forward_string()
-        tokens = self._encode(text)[:-1] if text else []  # what follows the text may change its last token
+        try:
+            text = self._matcher.find_jump_forward_string()
+        except UnicodeDecodeError:  # it begins or ends amid a character
+            return []
+        tokens = self._vocabulary.encode(text)[:-1] if text else []  # what follows the text may change its last token
         return tokens[: self.count_allowed(tokens)]
 
     def rollback(self, count: int) -> None:

@@ -10,7 +10,7 @@ from engine.core.errors import InvalidRequestError
 from engine.core.grammars import Grammar
 from engine.plugins.grammars.options import JsonOptions
 from engine.plugins.grammars.xgrammar import XGrammar
-from engine.testing.grammar_cases import vocabulary
+from engine.testing.grammar_cases import EMPTY, SPECIAL, TOKENS, vocabulary
 from engine.testing.grammars import GrammarConformance, matches
 
 pytest.importorskip("xgrammar")
@@ -82,3 +82,18 @@ def test_choices_of_any_characters() -> None:
     compiled = backend().compile(Grammar.choice(texts))
     assert all(matches(compiled, text) for text in texts)
     assert not matches(compiled, "a")
+
+
+def test_refused_drafts_leave_no_warnings(capfd: pytest.CaptureFixture[str]) -> None:
+    matcher = backend().compile(Grammar.regex("ab")).matcher()
+    for token in (EMPTY, SPECIAL, len(TOKENS) - 1, ord("b")):
+        assert not matcher.accept(token)
+        assert matcher.count_allowed([ord("a"), token, ord("b")]) == 1 + (token == ord("b"))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_nothing_is_forced_amid_a_character() -> None:
+    matcher = backend().compile(Grammar.choice(["é", "ê"])).matcher()
+    for token in "é".encode():
+        assert not matcher.forced_tokens()
+        assert matcher.accept(token)
