@@ -11,6 +11,10 @@ from engine.core.grammars.base import CompiledGrammar, GrammarMatcher
 
 log = logging.getLogger(__name__)
 
+TOKENS_PER_PAUSE = 32
+"""The time to find what is forced grows with its length: where the output spells it in another way, it is asked again
+only after one token of output per this many forced ones."""
+
 
 class GrammarDrafts:
     """Follows the output of one request through its grammar, in the engine process.
@@ -28,8 +32,12 @@ class GrammarDrafts:
         self._matcher: GrammarMatcher | None = None
         self._known = 0
         """Tokens of the output that the matcher has accepted."""
-        self._next: Sequence[int] | None = None
-        """What the grammar forces after these; None: it was not asked."""
+        self._forced: Sequence[int] = ()
+        """What the grammar forces, from an earlier token of the output on."""
+        self._followed = 0
+        """How many of these are in the output."""
+        self._ask_at = 0
+        """Length of the output from which on the grammar is asked again, once all that it forced is in the output."""
         self._failed = False
         self.proposed = False
         """Whether the latest proposal was what the grammar forces."""
@@ -56,10 +64,11 @@ class GrammarDrafts:
         allowed = proposal[: matcher.count_allowed(proposal)] if proposal else ()
         if len(allowed) == limit:
             return allowed
-        if self._next is None:
-            self._next = matcher.forced_tokens()
-        self.proposed = len(self._next) > len(allowed)
-        return self._next[:limit] if self.proposed else allowed
+        if self._followed == len(self._forced) and self._known >= self._ask_at:
+            self._forced, self._followed, self._ask_at = matcher.forced_tokens(), 0, self._known + 1
+        forced = self._forced[self._followed : self._followed + limit]
+        self.proposed = len(forced) > len(allowed)
+        return forced if self.proposed else allowed
 
     def _advance(self, output: Sequence[int]) -> GrammarMatcher:
         """The matcher after the output."""
@@ -70,5 +79,11 @@ class GrammarDrafts:
             if not self._matcher.accept(token):
                 raise EngineError(f"token {token} came after {self._known} tokens, where it may not")
             self._known += 1
-            self._next = None
+            if self._followed == len(self._forced):
+                continue
+            if token == self._forced[self._followed]:
+                self._followed += 1
+            else:
+                self._ask_at = self._known + len(self._forced) // TOKENS_PER_PAUSE
+                self._forced, self._followed = (), 0
         return self._matcher

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _MAX_ERROR = 300
 """Characters of the library's error that are passed on."""
+_MAX_FORCED = 256
+"""Characters of a forced text whose tokens are found at a time."""
 _PLACE = re.compile(r"^\[[\d:]+\] \S+: ")
 """Time and place in the library, at the beginning of its errors."""
 
@@ -158,7 +160,8 @@ class _Matcher(GrammarMatcher):
             text = self._matcher.find_jump_forward_string()
         except UnicodeDecodeError:  # it begins or ends amid a character
             return []
-        tokens = self._vocabulary.encode(text)[:-1] if text else []  # what follows the text may change its last token
+        # What follows the text may change its last token.
+        tokens = self._vocabulary.encode(text[:_MAX_FORCED])[:-1] if text else []
         return tokens[: self.count_allowed(tokens)]
 
     def rollback(self, count: int) -> None:

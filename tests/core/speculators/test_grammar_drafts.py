@@ -89,6 +89,30 @@ def test_forced_tokens_are_proposed_where_they_are_more() -> None:
     assert matcher.asked == 3
 
 
+def test_a_long_forced_text_is_found_once_as_long_as_the_output_follows_it() -> None:
+    text = "ab" * 200
+    one, matcher = drafts(text)
+    for at in range(len(text) - 4):
+        assert choose(one, text[:at], "", 4) == text[at : at + 4]
+    assert matcher.asked == 1
+
+
+def test_a_long_forced_text_that_the_output_spells_otherwise_is_seldom_found_again() -> None:
+    one, matcher = drafts("", "")
+    forced = [ord("x")] * 3200
+    matcher.accept = lambda token: True  # type: ignore[method-assign]
+    matcher.forced_tokens = lambda: asked.append(1) or forced  # type: ignore[func-returns-value,method-assign]
+    asked: list[int] = []
+    for at in range(500):
+        choose(one, "y" * at, "")
+    assert 4 <= len(asked) <= 5
+    forced = [ord("x")] * 31
+    asked.clear()
+    for at in range(600, 700):
+        choose(one, "y" * at, "")
+    assert len(asked) == 100
+
+
 def test_proposals_stay_as_they_are_until_the_grammar_is_compiled() -> None:
     compiled = Future[CompiledGrammar]()
     one = GrammarDrafts("a", compiled)
@@ -103,7 +127,8 @@ def test_nothing_is_proposed_after_a_failure(fault: str, caplog: pytest.LogCaptu
         raise KeyError("tide")
 
     one, matcher = drafts("abcd")
-    assert choose(one, "", "x") == "abcd"
+    if fault != "forced_tokens":  # what was forced is known then
+        assert choose(one, "", "x") == "abcd"
     if fault == "matcher":
         compiled = Future[CompiledGrammar]()
         compiled.set_exception(KeyError("tide"))
