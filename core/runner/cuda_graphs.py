@@ -227,6 +227,16 @@ class DecodeGraphs:
         timer.end("sample")
         return sampled, verified, size
 
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Batch sizes of the graphs, ascending."""
+        return self._sizes
+
+    def rows(self, count: int) -> torch.Tensor:
+        """Rows of the persistent batch that the replay just launched computed: [count] int64; overwritten as
+        `tokens`."""
+        return self._rows[:count]
+
     def tokens(self, count: int) -> torch.Tensor:
         """The tokens that the first `count` rows of the replay just launched compute: [count] int64; the next replay
         overwrites them."""
@@ -274,7 +284,7 @@ class DecodeGraphs:
     def _capture(self, size: int, path: SamplingPath) -> _Graph:
         """Capture the decode step of a batch of padding rows."""
         self._pad(size)
-        batch = self._batch(size)
+        batch = self.batch(size)
         run = self._state.graph_pass(batch, GraphSlot(num_sequences=size))
         replay, logits = self._capturer.capture(lambda: self._step(run, size, path), self._warm_up(size, path))
         if logits is not None:
@@ -290,7 +300,8 @@ class DecodeGraphs:
         hidden = torch.zeros(size, self._hidden_size, dtype=self._dtype, device=self._device)
         return lambda: path.capture(self._model, hidden, self._rows[:size])
 
-    def _batch(self, size: int) -> ForwardBatch:
+    def batch(self, size: int) -> ForwardBatch:
+        """The batch that the graphs of a size read, in tensors that each replay fills; positions are those after it."""
         batch = ForwardBatch(
             tokens=self._tokens[:size],
             positions=self._positions[:size],

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from attrs import frozen
 
+from engine.core.attention.base import GraphSlot
 from engine.core.attention.batch import ForwardBatch
 from engine.core.layers.hidden_states import HiddenStates
 from engine.core.models.forward_pass import ForwardPass
 from engine.core.runner.device_state import GroupState
+from engine.core.runner.drafter_graphs import DrafterGraphs
 from engine.core.runner.persistent_batch import PersistentBatch
 from engine.core.sampling.draft_rows import VerifiedDrafts
 from engine.core.speculators.device import DeviceSpeculator, TargetRows
 from engine.core.transfer import HostCopy, to_device
 from engine.core.types import Step
+
+if TYPE_CHECKING:
+    from engine.core.runner.cuda_graphs import DecodeGraphs
+    from engine.core.runner.graph_capture import GraphCapturer
 
 
 @frozen(kw_only=True)
@@ -27,13 +33,21 @@ class Proposals:
 
     tokens: HostCopy
     """Of one tensor, [sequences, drafts] int64."""
-    counts: npt.NDArray[np.int64]
-    """[sequences]: tokens of each proposal that are valid; the others were computed beyond the sequence's blocks."""
+    room: npt.NDArray[np.int64]
+    """[sequences]: tokens of each proposal that have a place in the sequence's blocks, if none of its drafts is
+    accepted. What was computed beyond has no meaning."""
+    verified: VerifiedDrafts | None
+    """Of the last sequences."""
 
     def to_host(self) -> tuple[tuple[int, ...], ...]:
         """StepResult.proposals."""
         (tokens,) = self.tokens.wait()
-        rows = zip(tokens.tolist(), self.counts.tolist(), strict=True)
+        room = self.room
+        if self.verified is not None:
+            (accepted,) = self.verified.accepted.wait()
+            room = room.copy()
+            room[len(room) - len(accepted) :] -= accepted.numpy()
+        rows = zip(tokens.tolist(), room.clip(min=0).tolist(), strict=True)
         return tuple(tuple(row[:count]) for row, count in rows)
 
 
@@ -73,44 +87,108 @@ class Drafter:
         self._speculator = speculator
         self._looks_ahead = speculator.looks_ahead
         self._hidden_states = hidden_states
-        self._groups = groups
+        self._graphs: DrafterGraphs | None = None
+        self.groups = groups
+        """Its cache groups."""
         self._persistent_batch = persistent_batch
         self._device = persistent_batch.tables.device
         self._max_len = max_len
         self._scratch = scratch_block * persistent_batch.block_size
 
+    @property
+    def no_graphs(self) -> str | None:
+        """Why CUDA graphs cannot hold its passes; None: they can."""
+        return self._speculator.no_graphs
+
+    def capture(self, decode: DecodeGraphs, capturer: GraphCapturer, on_progress: Callable[[int, int], None]) -> None:
+        """Capture CUDA graphs of its passes. decode: those of the target's decode steps."""
+        graphs = DrafterGraphs(
+            self._speculator,
+            self._pass,
+            decode,
+            self._persistent_batch,
+            max_len=self._max_len,
+            scratch=self._scratch,
+            hidden_states=self._hidden_states,
+        )
+        graphs.capture_all(capturer, on_progress)
+        self._graphs = graphs
+
     def run(self, step: Step, rows: ComputedRows, *, propose: int) -> Proposals | None:
         """Compute the target's rows, then propose up to `propose` tokens for each sequence that samples; None: 0, or no
         sequence samples. The persistent batch has the tokens just sampled."""
         hidden = self._observe(step, rows)
-        sequences = (*rows.sequences, *(part.sequence for part in step.drafts))
+        return self._propose(step, rows.sequences, rows.verified, hidden, rows.logit_rows, propose)
+
+    def run_replayed(
+        self, step: Step, decode: DecodeGraphs, verified: VerifiedDrafts | None, *, propose: int
+    ) -> Proposals | None:
+        """As `run`, after a replayed decode step of the target, in which each row is one token of a decode or of a
+        draft slice. The persistent batch counts its tokens as computed."""
+        persistent_batch, count = self._persistent_batch, len(step.decodes)
+        if verified is not None:
+            count += sum(len(part.tokens) for part in step.drafts)
+        if self._graphs is not None:
+            next_tokens = None
+            if self._looks_ahead:
+                newest = persistent_batch.last_tokens
+                next_tokens = newest[decode.rows(count)] if verified is None else verified.sampled
+            hidden = self._graphs.observe(count, next_tokens)
+            return self._propose(step, step.decodes, verified, hidden, None, propose)
+        owners = (*step.decodes, *(part.sequence for part in step.drafts for _ in part.tokens))
+        table_rows = persistent_batch.rows(owners)
+        positions = persistent_batch.computed[table_rows] - 1
+        positions[len(step.decodes) :] = [at for part in step.drafts for at, _ in enumerate(part.tokens, part.start)]
+        rows = self.single_rows(table_rows, positions, decode.tokens(count), step.decodes, verified)
+        return self.run(step, rows, propose=propose)
+
+    def _propose(
+        self,
+        step: Step,
+        sequences: Sequence[int],
+        verified: VerifiedDrafts | None,
+        hidden: torch.Tensor,
+        logit_rows: torch.Tensor | None,
+        propose: int,
+    ) -> Proposals | None:
+        """sequences: those that sample, without those with drafts. hidden: of all rows. logit_rows: the rows that were
+        sampled from; None: all."""
+        num_before = len(sequences)
+        sequences = (*sequences, *(part.sequence for part in step.drafts))
         if not (propose and sequences):
             return None
-        persistent_batch, verified = self._persistent_batch, rows.verified
+        persistent_batch = self._persistent_batch
         table_rows = persistent_batch.rows(sequences)
         positions = persistent_batch.computed[table_rows]
-        last = rows.logit_rows
-        if verified is not None:
-            (accepted,) = verified.accepted.wait()  # backends plan by positions that only the device knows
-            drafts = verified.rows
-            starts = np.fromiter((part.start for part in step.drafts), np.int64, len(step.drafts))
-            positions[len(rows.sequences) :] = starts + 1 + accepted.numpy()
-            last = torch.cat((last[: drafts.num_before], last[drafts.first + verified.num_accepted]))
+        positions[num_before:] = [part.start + 1 for part in step.drafts]  # if no draft is accepted
         limits = np.minimum(persistent_batch.capacities(sequences), self._max_len)
-        counts = np.clip(limits - positions + self._looks_ahead, 0, propose)
-        (device_rows,) = to_device([table_rows], self._device)
+        room = limits - positions + self._looks_ahead
+        device_rows, device_positions, device_limits = to_device([table_rows, positions, limits], self._device)
+        if verified is not None:
+            first = verified.rows.first + verified.num_accepted
+            device_positions[num_before:] += verified.num_accepted
+            last = torch.cat((torch.arange(num_before, device=self._device), first))
+            hidden = hidden[last if logit_rows is None else logit_rows[last]]
+        elif logit_rows is not None:
+            hidden = hidden[logit_rows]
         tokens = persistent_batch.last_tokens[device_rows]
-        hidden = hidden[last]
         found: list[torch.Tensor] = []
         if self._looks_ahead:
             tokens = self._speculator.choose(hidden)
             found.append(tokens)
-        for place in range(propose - len(found)):
-            batch = self._decode_batch(table_rows, device_rows, positions + place, limits, tokens)
-            hidden = self._speculator.advance(self._pass(batch), hidden)
-            tokens = self._speculator.choose(hidden)
-            found.append(tokens)
-        return Proposals(tokens=HostCopy.begin(torch.stack(found, 1)), counts=counts)
+        more = propose - len(found)
+        if self._graphs is not None and len(sequences) <= self._graphs.max_rows:
+            found += self._graphs.propose(device_rows, device_positions, device_limits, tokens, hidden, more)
+        elif more:
+            if verified is not None:  # without graphs, backends plan by positions on the host
+                (accepted,) = verified.accepted.wait()
+                positions[num_before:] += accepted.numpy()
+            for place in range(more):
+                batch = self._decode_batch(table_rows, device_rows, positions + place, limits, tokens)
+                hidden = self._speculator.advance(self._pass(batch), hidden)
+                tokens = self._speculator.choose(hidden)
+                found.append(tokens)
+        return Proposals(tokens=HostCopy.begin(torch.stack(found, 1)), room=room, verified=verified)
 
     def single_rows(
         self,
@@ -152,16 +230,19 @@ class Drafter:
             tokens.index_copy_(0, places, values)
         return tokens.index_copy_(0, rows.logit_rows, rows.sampled)
 
-    def _pass(self, batch: ForwardBatch) -> ForwardPass:
-        """Plan a batch in every group of the speculator."""
-        passes = tuple(
-            ForwardPass(batch=batch, attention=group.attention, plan=group.attention.plan(batch), pool=group.pool)
-            for group in self._groups
-        )
+    def _pass(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> ForwardPass:
+        """Plan a batch in every group of the speculator. graph: as of AttentionBackend.plan."""
+        passes = []
+        for group in self.groups:
+            attention = group.attention
+            plan = attention.plan(batch) if graph is None else attention.plan(batch, graph)
+            passes.append(ForwardPass(batch=batch, attention=attention, plan=plan, pool=group.pool))
         first = passes[0]
         if len(passes) == 1:
             return first
-        return ForwardPass(batch=batch, attention=first.attention, plan=first.plan, pool=first.pool, groups=passes)
+        return ForwardPass(
+            batch=batch, attention=first.attention, plan=first.plan, pool=first.pool, groups=tuple(passes)
+        )
 
     def _decode_batch(
         self,

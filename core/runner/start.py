@@ -309,7 +309,8 @@ class RunnerStart:
 
     def _capture_graphs(self, state: DeviceState, phases: Phases) -> StepGraphs:
         """Capture the CUDA graphs that the configuration, the device and the attention backend allow."""
-        backends = [group.attention for group in state.groups if group.attention is not None]
+        groups = state.groups if state.drafter is None else (*state.groups, *state.drafter.groups)
+        backends = [group.attention for group in groups if group.attention is not None]
         if not backends or not all(
             use_graphs(self._config, backend, state.model, self._device) for backend in backends
         ):
@@ -330,6 +331,8 @@ class RunnerStart:
             max_drafts=self._config.speculator.max_drafts if self._speculates else 0,
         )
         decode.capture_all(lambda done, total: phases.progress(done, total, "decode graphs"))
+        if state.drafter is not None and state.drafter.no_graphs is None:
+            state.drafter.capture(decode, capturer, lambda done, total: phases.progress(done, total, "drafting graphs"))
         if self._config.executor.graphs == "decode" or self.layout.states:  # a state is computed by sequence
             return StepGraphs(decode=decode)
         piecewise = PiecewiseGraphs(

@@ -149,29 +149,18 @@ class StepLauncher:
 
     def _replay_and_draft(self, step: Step, graphs: DecodeGraphs, drafter: Drafter, timer: LapTimer) -> PendingStep:
         """Run a step in the CUDA graph of a decode step, and a speculator on the device after each iteration."""
-        persistent_batch = self.state.persistent_batch
         verified: VerifiedDrafts | None = None
         proposals: Proposals | None = None
         samples: list[SampledTokens | None] = []
-        table_rows = persistent_batch.rows(step.decodes)
-        if step.drafts:
-            table_rows = persistent_batch.rows(
-                (*step.decodes, *(part.sequence for part in step.drafts for _ in part.tokens))
-            )
+        size = graphs.size(len(step.decodes) + sum(len(part.tokens) for part in step.drafts))
         for iteration in range(step.iterations):
-            positions = persistent_batch.computed[table_rows]
             if step.drafts:
-                positions[len(step.decodes) :] = [
-                    at for part in step.drafts for at, _ in enumerate(part.tokens, part.start)
-                ]
-                sampled, verified, size = graphs.verify(step, timer)
+                sampled, verified, _ = graphs.verify(step, timer)
                 samples.append(sampled)
             else:
                 samples += graphs.run(step.decodes, 1, timer)
-                size = graphs.size(len(step.decodes))
-            rows = drafter.single_rows(table_rows, positions, graphs.tokens(len(table_rows)), step.decodes, verified)
             propose = step.propose if iteration == step.iterations - 1 else 0
-            proposals = drafter.run(step, rows, propose=propose)
+            proposals = drafter.run_replayed(step, graphs, verified, propose=propose)
             timer.end("launch")
         return PendingStep(step.id, samples, (), timer.seconds, graph_size=size, drafts=verified, proposals=proposals)
 

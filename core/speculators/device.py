@@ -91,6 +91,10 @@ class DeviceSpeculator(ABC, Generic[OptionsT]):
     """Whether `observe` computes with the token after each row, so that what it returns for a sequence's last row tells
     the first draft. Otherwise the first draft takes a call of `advance` with the newest token."""
 
+    no_graphs: str | None = None
+    """Why CUDA graphs cannot hold `observe`, `advance` and `choose`, a clause to follow the speculator's name; None:
+    they can. An instance may set it in its constructor."""
+
     @classmethod
     def refuses(cls, spec: SpeculatorSpec) -> str | None:
         """A sentence that says why this speculator cannot be used here and what would work; None if it can."""

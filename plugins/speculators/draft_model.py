@@ -49,6 +49,7 @@ class DraftModel(DeviceSpeculator[None]):
         """Whether one of the two vocabularies is padded, with tokens that the other lacks."""
         given = None if cls.options_class is None else cls.options_class()
         self._model = cls(spec.config, layers, given)
+        self.no_graphs = self._model.no_graphs
 
     def observe(self, run: ForwardPass, target: TargetRows) -> torch.Tensor:
         return self._forward(run)

@@ -9,6 +9,7 @@ import pytest
 
 from engine.core import Engine, SamplingParams
 from engine.core.runner import start
+from engine.core.runner.drafter import Drafter
 from engine.core.speculators import DeviceProposals
 from engine.core.types import SpeculationStats
 from engine.testing.checkpoints import make_checkpoint
@@ -53,11 +54,22 @@ def speculation(engine: Engine) -> SpeculationStats:
 
 @pytest.mark.parametrize("running", [3, 16], ids=["most are too large", "all fit"])
 @pytest.mark.parametrize("scheduler", ["fcfs", "multi_step"])
+@pytest.mark.parametrize("captured", [True, False], ids=["drafter in graphs", "drafter without graphs"])
 def test_drafts_of_the_model_itself_are_all_accepted_between_replays(
-    checkpoint: Path, replays: type[ReplayByRunning], expected: list[tuple[int, ...]], running: int, scheduler: str
+    checkpoint: Path,
+    replays: type[ReplayByRunning],
+    expected: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    running: int,
+    scheduler: str,
+    captured: bool,
 ) -> None:
+    if not captured:
+        monkeypatch.setattr(Drafter, "no_graphs", "cannot be captured")
     settings = drafting(checkpoint, running=running, scheduler=scheduler)
     with build(checkpoint, attention=FixedAttention, **settings) as engine:
+        launcher = engine._executor._runner._launcher  # type: ignore[attr-defined]
+        assert (launcher.state.drafter._graphs is not None) == captured
         assert tokens_of(engine) == expected
         stats = speculation(engine)
         assert sum(stats.accepted) > 50
