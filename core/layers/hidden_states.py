@@ -21,8 +21,11 @@ class HiddenStates:
     def __init__(
         self, layers: Sequence[int], hidden_size: int, *, max_rows: int, dtype: torch.dtype, device: str
     ) -> None:
-        """layers: numbers of decoder layers. max_rows: tokens of the largest forward pass."""
-        self._places = {layer: place for place, layer in enumerate(layers)}
+        """layers: numbers of decoder layers, which may repeat. max_rows: tokens of the largest forward pass."""
+        self._places: dict[int, list[int]] = {}
+        """By layer, its columns begin at these multiples of the hidden size."""
+        for place, layer in enumerate(layers):
+            self._places.setdefault(layer, []).append(place)
         self._states = torch.zeros(max_rows, len(layers) * hidden_size, dtype=dtype, device=device)
         self._hidden_size = hidden_size
         self.missing = set(layers)
@@ -34,8 +37,9 @@ class HiddenStates:
 
     def store(self, layer: int, hidden: torch.Tensor) -> None:
         """Keep the states entering a layer: [tokens, hidden_size]."""
-        begin = self._places[layer] * self._hidden_size
-        self._states[: len(hidden), begin : begin + self._hidden_size].copy_(hidden)
+        for place in self._places[layer]:
+            begin = place * self._hidden_size
+            self._states[: len(hidden), begin : begin + self._hidden_size].copy_(hidden)
 
     def rows(self, count: int) -> torch.Tensor:
         """The states of the first `count` tokens, those of the layers side by side: [count, layers * hidden_size];

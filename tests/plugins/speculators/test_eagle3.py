@@ -98,8 +98,9 @@ def check(
         ({"norm_before_residual": True}, {"scheduler__max_batch_tokens": 11}),
         ({"own_embedding": True}, {"cache__block_size": 4, "speculator__max_drafts": 6}),
         ({"layer_ids": (1, 3, 6)}, {"speculator__max_drafts": 1}),
+        ({"layer_ids": (0, 5, 5)}, {}),
     ],
-    ids=["eagle", "speculators", "chunks", "own embedding", "other layers"],
+    ids=["eagle", "speculators", "chunks", "own embedding", "other layers", "a layer twice"],
 )
 def test_proposals_are_the_reference_s(
     target: Path,
