@@ -237,9 +237,12 @@ class Drafter:
             attention = group.attention
             plan = attention.plan(batch) if graph is None else attention.plan(batch, graph)
             passes.append(ForwardPass(batch=batch, attention=attention, plan=plan, pool=group.pool))
-        first = passes[0]
         if len(passes) == 1:
-            return first
+            return passes[0]
+        if not passes:
+            nothing: Any = None
+            return ForwardPass(batch=batch, attention=nothing, plan=None, pool=nothing)
+        first = passes[0]
         return ForwardPass(
             batch=batch, attention=first.attention, plan=first.plan, pool=first.pool, groups=tuple(passes)
         )

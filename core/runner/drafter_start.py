@@ -20,6 +20,7 @@ from engine.core.plugin_host.derived import attention_spec
 from engine.core.plugin_host.faults import blame, expect
 from engine.core.plugin_host.guard import owner_of
 from engine.core.quant.base import QuantMethod
+from engine.core.quant.float8 import KVScales
 from engine.core.runner.device_state import GroupState
 from engine.core.runner.drafter import Drafter
 from engine.core.speculators.device import DeviceSpeculator
@@ -137,10 +138,14 @@ class DrafterStart:
         assert self.layers is not None, "the layers are not made"
         assert self._speculator is not None, "the speculator is not made"
         parts, ranks = self._parts, self._group.ranks
-        kv_dtype = parts.layout.groups[0].spec.kv_dtype
-        spec = attention_spec(parts.shape.model_spec, self._config, self._dtype, parts.spec.max_len, kv_dtype, ranks)
-        scales = find_kv_scales(spec, self.layers.kv_scales)
-        sinks = find_sinks(spec, self.layers.sinks, self._owner)
+        scales: Sequence[KVScales] = ()
+        sinks: Sequence[torch.Tensor | None] = ()
+        if parts.layout.groups:
+            kv_dtype = parts.layout.groups[0].spec.kv_dtype
+            shape = parts.shape.model_spec
+            spec = attention_spec(shape, self._config, self._dtype, parts.spec.max_len, kv_dtype, ranks)
+            scales = find_kv_scales(spec, self.layers.kv_scales)
+            sinks = find_sinks(spec, self.layers.sinks, self._owner)
         groups = []
         for group in parts.layout.groups:
             own = tuple(scales[layer] for layer in group.layers) if scales else ()

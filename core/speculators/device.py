@@ -52,7 +52,8 @@ class DrafterShape:
     """What core needs to know of a speculator on the device before it is built."""
 
     model_spec: ModelSpec
-    """Its attention layers, whose keys and values core caches. `vocab_size` and `hidden_size` are its own."""
+    """Its attention layers, whose keys and values core caches; with `num_layers` 0 there are none. `vocab_size` and
+    `hidden_size` are its own."""
     hidden_layers: tuple[int, ...] = ()
     """Layers of the target, from 0: the hidden states that enter them are given to `observe`."""
 
