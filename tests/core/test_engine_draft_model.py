@@ -13,6 +13,7 @@ import pytest
 
 from engine.core import Engine, SamplingParams
 from engine.core.errors import ConfigError, PluginError
+from engine.core.grammars.grammar import Grammar
 from engine.core.types import Request, SpeculationStats
 from engine.testing.checkpoints import make_checkpoint
 
@@ -195,6 +196,14 @@ def test_tokens_with_penalties_are_those_without_drafts(target: Path) -> None:
     with build(target, target) as engine:
         assert tokens_of(engine, params) == alone
         assert sum(speculation(engine).verified) > 0
+
+
+def test_tokens_within_a_grammar_are_those_without_drafts(target: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=40, grammar=Grammar.regex("([a-f]{2} )*x"))
+    with build(target, None) as engine:
+        alone = tokens_of(engine, params)
+    with build(target, target) as engine:
+        assert tokens_of(engine, params) == alone
 
 
 def test_lengths_are_chosen_by_what_pays(

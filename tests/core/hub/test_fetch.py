@@ -325,6 +325,16 @@ def test_engine_takes_a_name_of_the_hub(hub: Hub, engine_checkpoint: Path, make_
     assert len(engine.generate(["def f("], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
 
 
+def test_engine_takes_the_name_of_a_draft_model(
+    hub: Hub, engine_checkpoint: Path, make_engine: Callable[..., Engine]
+) -> None:
+    commit = hub.add(NAME, {file.name: file.read_bytes() for file in engine_checkpoint.iterdir()})
+    engine = make_engine(speculator="draft_model", speculator__model=NAME)
+    assert Path(engine.config.speculator.model).name == commit
+    assert "download" in dict(engine.cache_info.phases)
+    assert engine.parts.drafter is not None
+
+
 def test_locate_replaces_names_by_directories(hub: Hub, tmp_path: Path) -> None:
     commit = hub.add(NAME, FILES)
     hub.add("org/tokens", {"tokenizer.json": "{}"})
