@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from engine.core.plugin_host.drafter import DrafterParts
     from engine.core.plugin_host.result_checks import ResultChecks
     from engine.core.runner.persistent_batch import PersistentBatch
+
+log = logging.getLogger(__name__)
 
 
 class DrafterStart:
@@ -117,6 +120,14 @@ class DrafterStart:
             max_len=parts.spec.max_len,
         )
         cls = self._checks.speculator(parts.speculator, self._dtype)
+        trained = parts.shape.model_spec.max_len
+        if trained < parts.spec.max_len and self._group.rank == 0:
+            log.warning(
+                "%s was made for contexts of %d tokens, and up to %d are served: beyond, drafts are hardly ever right",
+                self._owner,
+                trained,
+                parts.spec.max_len,
+            )
         spec = evolve(parts.spec, target_embedding=target.token_embedding)
         self._speculator = cls(spec, self.layers, parts.options)
         return self.layers

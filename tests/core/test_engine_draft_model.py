@@ -223,6 +223,16 @@ def test_a_quantized_draft_model(target: Path, expected: Callable[[SamplingParam
         assert 0 < sum(stats.accepted) < sum(stats.verified)
 
 
+def test_a_draft_model_of_a_shorter_context_is_warned_of(
+    target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = make_checkpoint(tmp_path, "llama", tokenizer=True, max_position_embeddings=128)
+    with build(target, short) as engine:
+        [done] = engine.generate([tuple(range(120))], GREEDY)
+        assert len(done.token_ids) == 40
+    assert "was made for contexts of 128 tokens, and up to 256 are served" in caplog.text
+
+
 @pytest.fixture
 def smaller(tmp_path: Path) -> Path:
     """A draft model of fewer tokens, with another tokenizer."""
