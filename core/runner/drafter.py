@@ -172,23 +172,36 @@ class Drafter:
         elif logit_rows is not None:
             hidden = hidden[logit_rows]
         tokens = persistent_batch.last_tokens[device_rows]
-        found: list[torch.Tensor] = []
-        if self._looks_ahead:
-            tokens = self._speculator.choose(hidden)
-            found.append(tokens)
-        more = propose - len(found)
         if self._graphs is not None and len(sequences) <= self._graphs.max_rows:
-            found += self._graphs.propose(device_rows, device_positions, device_limits, tokens, hidden, more)
-        elif more:
+            found = self._graphs.propose(device_rows, device_positions, device_limits, tokens, hidden, propose)
+        else:
             if verified is not None:  # without graphs, backends plan by positions on the host
                 (accepted,) = verified.accepted.wait()
                 positions[num_before:] += accepted.numpy()
-            for place in range(more):
-                batch = self._decode_batch(table_rows, device_rows, positions + place, limits, tokens)
-                hidden = self._speculator.advance(self._pass(batch), hidden)
-                tokens = self._speculator.choose(hidden)
-                found.append(tokens)
+            found = self._propose_without_graphs(table_rows, device_rows, positions, limits, tokens, hidden, propose)
         return Proposals(tokens=HostCopy.begin(torch.stack(found, 1)), room=room, verified=verified)
+
+    def _propose_without_graphs(
+        self,
+        rows: npt.NDArray[np.int64],
+        device_rows: torch.Tensor,
+        positions: npt.NDArray[np.int64],
+        limits: npt.NDArray[np.int64],
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        count: int,
+    ) -> list[torch.Tensor]:
+        """As DrafterGraphs.propose, launched kernel by kernel."""
+        found = []
+        if self._looks_ahead:
+            tokens = self._speculator.choose(hidden)
+            found.append(tokens)
+        for place in range(count - len(found)):
+            batch = self._decode_batch(rows, device_rows, positions + place, limits, tokens)
+            hidden = self._speculator.advance(self._pass(batch), hidden)
+            tokens = self._speculator.choose(hidden)
+            found.append(tokens)
+        return found
 
     def single_rows(
         self,

@@ -3,7 +3,7 @@ target, and for each token of a proposal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,6 +78,8 @@ class DrafterGraphs:
         """[max rows, size], once a pass was captured."""
         self._observations: dict[int, _Graph] = {}
         self._advances: dict[int, _Graph] = {}
+        self._choices: dict[int, Callable[[], None]] = {}
+        """Replays of graphs that choose the first token; only for a speculator that looks ahead."""
 
     @torch.inference_mode()
     def capture_all(self, capturer: GraphCapturer, on_progress: Callable[[int, int], None]) -> None:
@@ -90,6 +92,8 @@ class DrafterGraphs:
                 made = self._observations[size].hidden
                 self._hidden = torch.zeros(self.max_rows, made.shape[1], dtype=made.dtype, device=made.device)
             self._advances[size] = self._capture_advance(size, capturer)
+            if self._speculator.looks_ahead:
+                self._choices[size] = self._capture_choice(size, capturer)
 
     def observe(self, count: int, next_tokens: torch.Tensor | None) -> torch.Tensor:
         """Compute the rows of the target's replay just launched: [count, size], valid until the next replay.
@@ -110,11 +114,11 @@ class DrafterGraphs:
         tokens: torch.Tensor,
         hidden: torch.Tensor,
         count: int,
-    ) -> Sequence[torch.Tensor]:
-        """`count` tokens after `tokens`, each [sequences] int64.
+    ) -> list[torch.Tensor]:
+        """`count` proposed tokens, each [sequences] int64.
 
-        rows, positions, limits: [sequences] int64, as of Drafter._decode_batch; tokens: [sequences] int64; hidden:
-        [sequences, size]; all on the device.
+        rows, positions, limits: [sequences] int64, as of Drafter._decode_batch; tokens: [sequences] int64, the
+        newest, which a speculator that looks ahead has computed already; hidden: [sequences, size]; all on the device.
         """
         number = len(rows)
         size = self._decode.size(number)
@@ -129,8 +133,11 @@ class DrafterGraphs:
         self._rows[number:size].fill_(self._persistent_batch.padding_row)
         self._limits[number:size].zero_()
         found = []
+        if self._choices:
+            self._choices[size]()
+            found.append(self._tokens[:number].clone())
         replay = self._advances[size].replay
-        for _ in range(count):
+        while len(found) < count:
             replay()
             found.append(self._tokens[:number].clone())
         return found
@@ -169,6 +176,12 @@ class DrafterGraphs:
 
         replay, _ = capturer.capture(work)
         return _Graph(replay, self._hidden[:size], run)
+
+    def _capture_choice(self, size: int, capturer: GraphCapturer) -> Callable[[], None]:
+        def work() -> torch.Tensor:
+            return self._tokens[:size].copy_(self._speculator.choose(self._hidden[:size]))
+
+        return capturer.capture(work)[0]
 
     def _begin(self, batch: ForwardBatch, size: int) -> None:
         """Fill the batch from rows and positions; a token beyond its row's limit is written to the scratch slot."""
