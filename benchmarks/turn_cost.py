@@ -40,6 +40,7 @@ from engine.core.engine import Engine
 from engine.core.executors import MessageDecoder, encode
 from engine.core.types import Request
 from engine.server.engine_process.pending_requests import make_choice
+from engine.server.front_end.phase_times import PhaseTimes
 from engine.server.front_end.routing import Router
 from engine.server.http.messages import template_message
 from engine.server.http.request_bodies import ChatBody, check_values, decode, surely_fits
@@ -150,6 +151,15 @@ def timed(call: Callable[[], Any], times: list[float]) -> Any:
     return result
 
 
+class NoClient:
+    """Stands in for the connection to engines: sends nothing, times and traces nothing."""
+
+    phases = PhaseTimes()
+
+    def traced(self, name: str, work: Callable[[], Any]) -> Callable[[], Any]:
+        return work
+
+
 class Parts:
     """Calls the functions that a turn runs through, one after another, and times each."""
 
@@ -163,7 +173,7 @@ class Parts:
             default_params=engine.default_params,
             seconds=0.0,
         )
-        client: Any = None  # nothing is sent
+        client: Any = NoClient()
         self._service = Service(engine.config, client, engine.tokenizer, started, 0)
         self._router = Router([engine.cache_info.num_blocks] * 2, engine.cache_info.block_size)
         self._decoder: MessageDecoder[Any] = MessageDecoder(FrontEndToEngine)
