@@ -10,7 +10,7 @@ _MARGIN = 300e-6
 _WEIGHT = 0.1
 """Weight of a step in the expected time."""
 _EARLIER = 0.98
-"""Factor of the expected time after a step that had ended when it was first asked: nobody knows how much earlier."""
+"""Factor of the expected time after a step that had ended when it was first asked: it may have ended much earlier."""
 
 
 class CloseWait:

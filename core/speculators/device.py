@@ -89,7 +89,7 @@ class DeviceSpeculator(ABC, Generic[OptionsT]):
     options_class: ClassVar[type | None] = None
     """Frozen attrs class of the plugin's own settings ([speculator.options]); None: no settings."""
     looks_ahead: ClassVar[bool] = False
-    """Whether `observe` computes with the token after each row, so that what it returns for a sequence's last row tells
+    """Whether `observe` computes with the token after each row, so that what it returns for a sequence's last row gives
     the first draft. Otherwise the first draft takes a call of `advance` with the newest token."""
 
     no_graphs: str | None = None

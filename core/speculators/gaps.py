@@ -31,11 +31,14 @@ class Gaps:
         self._means: dict[int, _Mean] = {}
 
     def observe(self, time: float, sequences: int) -> None:
-        """Learn from a gap before a step with drafts of so many sequences, with drafts or not; time in any unit."""
+        """Learn from a gap before a step with drafts.
+
+        time: in any unit; sequences: all of the step, with drafts or without.
+        """
         self._means.setdefault(sequences.bit_length(), _Mean()).add(time)
 
     def expected(self, sequences: int) -> float:
-        """The gap before a step of so many sequences, or the nearest number that there was; 0 before the first."""
+        """The gap before a step of this number of sequences, or of the nearest there was; 0 before the first."""
         if not self._means:
             return 0.0
         wanted = sequences.bit_length()

@@ -71,7 +71,7 @@ def fill_draft_rows(
     """Store the rows and positions of a batch, and give its draft rows the state of their sequences.
 
     sizes: [3], the size of the batch; its rows before the draft rows; its rows before the padding. The others have as
-    many elements as the largest batch, of which so many are used. given_rows, given_positions: by row of the batch, to
+    many elements as the largest batch; this one uses the first. given_rows, given_positions: by row of the batch, to
     be copied to rows and positions. offsets: by row, the number of drafts before it. sources, draft_tokens: by draft
     row, the row of its sequence, and its token. All int64.
     all_tables: [groups, all rows, width] int32, the block tables; last_tokens: [all rows] int64; words: [2, all rows]
