@@ -119,10 +119,10 @@ class _Header:
     @classmethod
     def of(cls, text: str) -> _Header:
         """Read what stands before the text of a message; the recipient may stand before or after the channel."""
-        before, mark, after = text.partition(CHANNEL)
+        before, _, after = text.partition(CHANNEL)
         recipient = RECIPIENT.search(text)
         role = before.replace(START, " ").replace(CONSTRAIN, " ").split()
-        channel, *others = after.replace(CONSTRAIN, " ").split() if mark else [""]
+        channel, *others = after.replace(CONSTRAIN, " ").split() or [""]
         known = {"assistant", *CONTENT_TYPES, f"to={recipient[1]}" if recipient else ""}
         unknown = tuple(word for word in (*role, *others) if word not in known)
         return cls(channel, recipient[1] if recipient else "", unknown)
@@ -189,7 +189,7 @@ class _HarmonyParsing(SequentialParsing):
         self._begin(Content)
         if found is Found.NOTHING:
             yield Malformed(f"the call of {begin.name[:64]!r} has no arguments in JSON; it is content")
-            self.source.take(at)
+            yield from self._text(self.source.take(at))
             yield from self._rest()
             return
         at = yield from self.source.skip_space()

@@ -184,7 +184,13 @@ GPT_OSS_EXAMPLES = (
         content="<|channel|>commentary to=browser.search<|message|>Rome",
         malformed=True,
     ),
-    Example("<|channel|>commentary to=functions.f<|message|>Rome<|call|>", content="Rome", malformed=True),
+    Example(
+        "<|channel|>commentary to=functions.f<|message|>Rome<|call|>",
+        content="<|channel|>commentary to=functions.f<|message|>Rome",
+        malformed=True,
+    ),
+    Example(" to=functions.f<|message|>", content=" to=functions.f<|message|>", malformed=True),
+    Example("<|channel|><|message|>Rome<|end|>", content="<|channel|><|message|>Rome", malformed=True),
     Example('<|channel|>commentary to=functions.f<|message|>{"city": Rome}<|call|>', content="Rome}", calls=(("f", '{"city": '),), malformed=True),
     Example(
         "<|channel|>commentary to=functions.f<|message|>{}",
