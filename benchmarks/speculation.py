@@ -118,7 +118,6 @@ def prompts_of(engine: Engine, count: int, *, texts: bool) -> list[list[int]]:
 
 def measure(engine: Engine, prompts: list[list[int]], args: argparse.Namespace, case: str, plain: Run) -> list[Row]:
     """Rows of one engine with drafts and one batch."""
-    run(engine, prompts, args.tokens)
     before = engine.stats().speculation
     first, *runs = [run(engine, prompts, args.tokens) for _ in range(1 + args.repeat)]
     after = engine.stats().speculation
