@@ -36,8 +36,8 @@ def to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[
     for start, array in zip(starts, arrays, strict=True):
         if (values := whole.get(array.dtype)) is None:
             values = whole[array.dtype] = sent.view(_DTYPES[array.dtype])
-        strides = [step // array.itemsize for step in np.empty_like(array, order="C").strides]
-        found.append(values.as_strided(array.shape, strides, start // array.itemsize))
+        begin = start // array.itemsize
+        found.append(values[begin : begin + array.size].view(array.shape))
     return found
 
 

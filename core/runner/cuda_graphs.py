@@ -194,13 +194,15 @@ class DecodeGraphs:
             self._positions[:size].copy_(sent[-1])
 
     def fits(self, step: Step) -> bool:
-        """Whether a step with drafts has a graph: without chunks, and with a row for each of its tokens."""
-        if step.chunks or self._draft_batch is None:
+        """Whether a step has a graph: without chunks, and with a row for each token of its draft slices."""
+        if step.chunks or not step.drafts:
+            return not step.chunks
+        if self._draft_batch is None:
             return False
         return len(step.decodes) + sum(len(part.tokens) for part in step.drafts) <= self._sizes[-1]
 
-    def verify(self, step: Step, timer: LapTimer) -> tuple[SampledTokens, VerifiedDrafts, int]:
-        """Replay one decode step for sequences with and without drafts; return the batch size of the graph too.
+    def verify(self, step: Step, timer: LapTimer) -> tuple[SampledTokens, VerifiedDrafts]:
+        """Replay one decode step for sequences with and without drafts.
 
         Each token of a draft slice has a row of its own, which reads the blocks of its sequence. Since a layer writes
         all keys and values before its attention reads any, a row sees those of the tokens before it in its slice.
@@ -225,7 +227,7 @@ class DecodeGraphs:
             batch.set_last_tokens(own_rows[:plain], chosen[:plain])
         verified = sampler.verify(drafts, chosen, batch.last_tokens)
         timer.end("sample")
-        return sampled, verified, size
+        return sampled, verified
 
     @property
     def sizes(self) -> Sequence[int]:

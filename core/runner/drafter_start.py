@@ -26,7 +26,7 @@ from engine.core.runner.device_state import GroupState
 from engine.core.runner.drafter import Drafter
 from engine.core.speculators.device import DeviceSpeculator
 from engine.core.startup import Phases
-from engine.core.weights.loader import DummySource, SafetensorsSource, WeightSource, load_weights
+from engine.core.weights.loader import WeightSource, load_weights, weight_source
 
 if TYPE_CHECKING:
     from engine.core.attention.base import AttentionBackend
@@ -139,10 +139,7 @@ class DrafterStart:
 
     @cached_property
     def _source(self) -> WeightSource:
-        settings = self._config.model
-        return (
-            DummySource(settings.seed) if settings.load_format == "dummy" else SafetensorsSource(self._parts.checkpoint)
-        )
+        return weight_source(self._parts.checkpoint, self._config.model)
 
     def make(self, num_blocks: int, persistent_batch: PersistentBatch, attention: Any, options: Any) -> Drafter:
         """Make the caches, with `num_blocks` blocks. attention: class of the attention backend; options: its own."""

@@ -66,7 +66,7 @@ from engine.core.schedulers.prompt_step import prompt_step
 from engine.core.startup import Phases
 from engine.core.types import NO_TOKEN, CacheInfo
 from engine.core.weights.checkpoint import Checkpoint
-from engine.core.weights.loader import DummySource, SafetensorsSource, WeightSource, load_weights
+from engine.core.weights.loader import WeightSource, load_weights, weight_source
 
 
 class RunnerStart:
@@ -201,8 +201,7 @@ class RunnerStart:
     @cached_property
     def _source(self) -> WeightSource:
         """Where the weights come from. Raises CheckpointError if a file is missing or damaged."""
-        settings = self._config.model
-        return DummySource(settings.seed) if settings.load_format == "dummy" else SafetensorsSource(self._checkpoint)
+        return weight_source(self._checkpoint, self._config.model)
 
     def _measure_activations(self, model: Model, kv_scales: tuple[KVScales, ...]) -> int:
         """Peak bytes of a full step on top of the weights: measured on a GPU, estimated on a CPU.

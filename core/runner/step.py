@@ -118,7 +118,7 @@ class StepLauncher:
 
     def graph_size(self, step: Step) -> int | None:
         """Batch size of the CUDA graph of a step; None if the step is launched without one."""
-        if self._decode_graphs is None or step.chunks or (step.drafts and not self._decode_graphs.fits(step)):
+        if self._decode_graphs is None or not self._decode_graphs.fits(step):
             return None
         return self._decode_graphs.size(len(step.decodes) + sum(len(part.tokens) for part in step.drafts))
 
@@ -126,36 +126,32 @@ class StepLauncher:
         timer = LapTimer()
         self.state.persistent_batch.update(step)
         self.state.sampler.update(step, self.state.persistent_batch.row)
-        if self._decode_graphs is not None and self.state.drafter is not None and self._fits_graph(step):
-            return self._replay_and_draft(step, self._decode_graphs, self.state.drafter, timer)
-        if self._decode_graphs is not None and not (step.chunks or step.drafts):
-            samples = self._decode_graphs.run(step.decodes, step.iterations, timer)
-            size = self._decode_graphs.size(len(step.decodes))
+        graphs, size = self._decode_graphs, self.graph_size(step)
+        if graphs is None:
+            return self._launch_kernels(step, timer)
+        if size is None:
+            graphs.invalidate()
+            return self._launch_kernels(step, timer)
+        if self.state.drafter is not None:
+            return self._replay_and_draft(step, graphs, self.state.drafter, timer)
+        if not step.drafts:
+            samples = graphs.run(step.decodes, step.iterations, timer)
             return PendingStep(step.id, samples, (), timer.seconds, graph_size=size)
-        if self._decode_graphs is not None and step.drafts and self._decode_graphs.fits(step):
-            sampled, verified, size = self._decode_graphs.verify(step, timer)
-            pending = PendingStep(step.id, (sampled,), (), timer.seconds, graph_size=size, drafts=verified)
-            if self._device.type == "cuda":
-                pending.close_wait, pending.launched = self._close_wait, time.perf_counter()
-            return pending
-        if self._decode_graphs is not None:
-            self._decode_graphs.invalidate()
-        return self._launch_kernels(step, timer)
-
-    def _fits_graph(self, step: Step) -> bool:
-        """Whether a step runs in the CUDA graph of a decode step."""
-        graphs = self._decode_graphs
-        return graphs is not None and not step.chunks and (not step.drafts or graphs.fits(step))
+        sampled, verified = graphs.verify(step, timer)
+        pending = PendingStep(step.id, (sampled,), (), timer.seconds, graph_size=size, drafts=verified)
+        if self._device.type == "cuda":
+            pending.close_wait, pending.launched = self._close_wait, time.perf_counter()
+        return pending
 
     def _replay_and_draft(self, step: Step, graphs: DecodeGraphs, drafter: Drafter, timer: LapTimer) -> PendingStep:
         """Run a step in the CUDA graph of a decode step, and a speculator on the device after each iteration."""
         verified: VerifiedDrafts | None = None
         proposals: Proposals | None = None
         samples: list[SampledTokens | None] = []
-        size = graphs.size(len(step.decodes) + sum(len(part.tokens) for part in step.drafts))
+        size = self.graph_size(step)
         for iteration in range(step.iterations):
             if step.drafts:
-                sampled, verified, _ = graphs.verify(step, timer)
+                sampled, verified = graphs.verify(step, timer)
                 samples.append(sampled)
             else:
                 samples += graphs.run(step.decodes, 1, timer)

@@ -52,8 +52,8 @@ class Drafting:
         """Whether drafts may pay in the step that is planned, so that the device should propose some after it."""
         self._compiler = grammars
         self._lengths = lengths
-        self._may_have_drafts: bool | None = None
-        """What `lengths.begin` returned for the step that is planned next; None: it was not called yet."""
+        self._begun = False
+        """Whether `lengths.begin` was called for the step that is planned next."""
         self._queues = queues
         self._max_batch_tokens = max_batch_tokens
         self._max_drafts = speculator.spec.max_drafts
@@ -80,8 +80,8 @@ class Drafting:
         if lengths is None:
             return any(self._propose(state, self._max_drafts) for state in decoding)
         rows = len(self._queues.decoding)
-        self._may_have_drafts = self._may_pay = lengths.begin(rows, rows)
-        if not self._may_have_drafts:
+        self._begun, self._may_pay = True, lengths.begin(rows, rows)
+        if not self._may_pay:
             return False
         return lengths.pays([(state.id, len(self._propose(state, self._max_drafts))) for state in decoding])
 
@@ -123,17 +123,14 @@ class Drafting:
 
     def _begin(self, lengths: DraftLengths, plan: StepPlan) -> bool:
         """Report the plan to `lengths`; False: the plan has no drafts."""
-        self._may_pay = self._report(lengths, plan)
-        return self._may_pay
-
-    def _report(self, lengths: DraftLengths, plan: StepPlan) -> bool:
         decodes = len(self._queues.decoding)
         rows = decodes + plan.chunk_tokens
-        may, self._may_have_drafts = self._may_have_drafts, None
-        if may is None:
-            return lengths.begin(rows, decodes)
-        lengths.revise(rows, decodes)
-        return may
+        if self._begun:
+            self._begun = False
+            lengths.revise(rows, decodes)
+        else:
+            self._may_pay = lengths.begin(rows, decodes)
+        return self._may_pay
 
     def take_slices(self) -> tuple[tuple[RequestState, ...], tuple[DraftSlice, ...]]:
         """Take the requests with drafts out of the decoding ones; return the requests and their slices.

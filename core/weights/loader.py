@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +22,9 @@ from engine.core.weights.checkpoint import INDEX, PICKLES, SINGLE, Checkpoint, r
 from engine.core.weights.host_memory import host_tensor
 from engine.core.weights.readers import PendingReads, ReaderPool, ReadTask, auto_threads
 from engine.core.weights.tensor_file import TensorFile
+
+if TYPE_CHECKING:
+    from engine.core.config.tree import ModelConfig
 
 ONE = (1,)
 """Shape of a TensorSpec of one number, which a checkpoint may store with any number of dimensions."""
@@ -308,6 +312,11 @@ class DummySource(WeightSource):
         dtype = _torch_type(spec.dtypes[0])
         generator = torch.Generator(device).manual_seed(_seed_of(f"{self._seed} {shard} {name}"))
         return _random_tensor(name, shape, dtype, generator, device), ()
+
+
+def weight_source(checkpoint: Checkpoint, settings: ModelConfig) -> WeightSource:
+    """Where the weights of a checkpoint come from. Raises CheckpointError if a file is missing or damaged."""
+    return DummySource(settings.seed) if settings.load_format == "dummy" else SafetensorsSource(checkpoint)
 
 
 def _stored_name(name: str, spec: TensorSpec) -> str:

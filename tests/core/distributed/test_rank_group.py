@@ -27,7 +27,8 @@ from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.loader import SafetensorsSource, load_weights
 from engine.testing.checkpoints import make_checkpoint
 from engine.testing.ranks import LoneRank, run_ranks, threaded_ranks
-from tests.core.runner.test_cuda_graphs import FixedAttention, ReplayByRunning
+from tests.core.runner.replays import ReplayByRunning
+from tests.core.runner.test_cuda_graphs import FixedAttention
 
 CPU = DeviceInfo(type="cpu")
 PROMPTS = [[(7 * row + 3 * column) % 500 for column in range(5 + 9 * row)] for row in range(4)]

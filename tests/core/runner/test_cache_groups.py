@@ -19,7 +19,8 @@ from engine.testing.checkpoints import make_checkpoint
 from tests.core.told_speculator import Told
 from tests.reference_tokens import greedy_tokens
 
-from .test_cuda_graphs import FixedAttention, ReplayByRunning
+from .replays import ReplayByRunning
+from .test_cuda_graphs import FixedAttention
 
 WINDOW = 20
 STEPS = 40

@@ -21,10 +21,11 @@ from engine.core.device import DeviceInfo
 from engine.core.errors import ConfigError
 from engine.core.grammars.grammar import Grammar
 from engine.core.plugin_host.derived import use_graphs
-from engine.core.runner import cuda_graphs, piecewise_graphs, start
+from engine.core.runner import cuda_graphs, piecewise_graphs
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.models.llama import Llama
 from engine.testing.checkpoints import make_checkpoint
+from tests.core.runner.replays import ReplayByRunning
 from tests.core.told_speculator import Told
 
 T = TypeVar("T")
@@ -58,42 +59,9 @@ class FixedAttention(TorchAttention):
         return torch.einsum("sht,sthd->shd", scores, values.masked_fill(hidden[:, :, None, None], 0.0))
 
 
-class ReplayByRunning:
-    """Stands in for GraphCapturer: a replay runs the work again, into the same tensors."""
-
-    captured = 0
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def capture(
-        self, work: Callable[[], T], warm_up: Callable[[], object] | None = None
-    ) -> tuple[Callable[[], None], T]:
-        type(self).captured += 1
-        if warm_up is not None:
-            warm_up()
-        made = work()
-
-        def replay() -> None:
-            again = work()
-            if isinstance(made, torch.Tensor):
-                assert isinstance(again, torch.Tensor)
-                made.copy_(again)
-
-        return replay, made
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", tokenizer=True)
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> type[ReplayByRunning]:
-    monkeypatch.setattr(start, "GraphCapturer", ReplayByRunning)
-    monkeypatch.setattr(start, "use_graphs", lambda config, attention, model, device: config.executor.graphs != "off")
-    ReplayByRunning.captured = 0
-    return ReplayByRunning
 
 
 def build(checkpoint: Path, *, attention: type[AttentionBackend[Any, Any]] | None = None, **settings: Any) -> Engine:

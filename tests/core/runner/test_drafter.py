@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 from engine.core import Engine, SamplingParams
-from engine.core.runner import start
 from engine.core.runner.drafter import Drafter
 from engine.core.speculators import DeviceProposals
 from engine.core.types import SpeculationStats
 from engine.testing.checkpoints import make_checkpoint
+from tests.core.runner.replays import ReplayByRunning
 from tests.core.runner.test_cuda_graphs import (
     GREEDY,
     FixedAttention,
-    ReplayByRunning,
     build,
     tokens_of,
 )
@@ -26,14 +25,6 @@ from tests.plugins.speculators.eagle3_reference import write_heads
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", tokenizer=True)
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> type[ReplayByRunning]:
-    monkeypatch.setattr(start, "GraphCapturer", ReplayByRunning)
-    monkeypatch.setattr(start, "use_graphs", lambda config, attention, model, device: config.executor.graphs != "off")
-    ReplayByRunning.captured = 0
-    return ReplayByRunning
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from engine.core.profiling.layer_events import BREAK
 from engine.core.runner import layer_profile, start
 from engine.testing.checkpoints import make_checkpoint
 
-from .test_cuda_graphs import FixedAttention, ReplayByRunning
+from .replays import ReplayByRunning
+from .test_cuda_graphs import FixedAttention
 from .test_layer_profile import PARAMS, TINY, finish, load, profile
 
 
