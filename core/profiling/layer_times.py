@@ -93,13 +93,24 @@ class _DeviceEvents:
             if launch.step is not None:
                 self.begins.setdefault(launch.step, event["ts"])
 
+    def _why_none(self, step: int) -> str:
+        """Why no kernel of a step is known."""
+        matched = sum(map(len, self._by_launch.values()))
+        if not matched and not self._outside:
+            return (
+                "the profiler saw no kernel; is another profiler attached to the device, or does torch lack its tracing"
+                " (CUPTI)?"
+            )
+        return (
+            f"the profiler saw no kernel of step {step}, of {len(self._host.steps)} steps with"
+            f" {len(self._host.launches)} calls that launch kernels; it saw {matched} kernels of other calls and"
+            f" {len(self._outside)} of unknown ones"
+        )
+
     def attributed(self, graphs: Mapping[int, str], first: int, last: int) -> list[Ran]:
         """All kernels and copies with their modules. graphs, first: as in `attribute`; last: the step not counted."""
         if first not in self.begins or last not in self.begins:
-            raise ControlError(
-                "the profiler saw no kernel of these steps; is another profiler attached to the device, or does torch"
-                " lack its tracing (CUPTI)?"
-            )
+            raise ControlError(self._why_none(first if first not in self.begins else last))
         ran = [_ran(event, OUTSIDE, False) for event in self._outside]
         matches = {key: _Match(key, twin, self._host, self._by_launch) for key, twin in self._host.twins.items()}
         for correlation, launch in self._host.launches.items():
