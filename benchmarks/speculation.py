@@ -30,13 +30,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from attrs import frozen
+from predictable import make_predictable
 
 from engine.cli.bench.report import Row, engine_settings, report, write
 from engine.core import Engine, SamplingParams
 from engine.core.speculators import SpeculatedSequence, Speculator
-from engine.core.weights import DummySource
 
 ROOT = Path(__file__).parent.parent
 PROMPT_TOKENS = 128
@@ -65,23 +64,6 @@ class Scripted(Speculator[None]):
             if NUMBERS[(start + place) % len(NUMBERS)] >= self.acceptance:
                 proposal[place] = (proposal[place] + 7) % self.spec.vocab_size
         return proposal
-
-
-def make_predictable() -> None:
-    """Random weights whose next token after t is t + 1: a large embedding passes through all layers nearly unchanged,
-    and the rows of the LM head are those of the embedding, one further."""
-    allocate = DummySource.allocate
-
-    def changed(self: DummySource, name: str, spec: Any, **shard: Any) -> tuple[torch.Tensor, Any]:
-        same = "model.embed_tokens.weight" if name == "lm_head.weight" else name
-        values, tasks = allocate(self, same, spec, **shard)
-        if name == "lm_head.weight":
-            values = values.roll(1, 0)
-        elif name == same and name.endswith("embed_tokens.weight"):
-            values.mul_(1e4)
-        return values, tasks
-
-    DummySource.allocate = changed  # type: ignore[method-assign]
 
 
 @frozen
