@@ -153,8 +153,11 @@ class LayerProfile:
             return None
         if recorded is None:
             raise ControlError("no profile by layer is in progress; start one first")
-        twins = self._run_twins()  # first: all ranks take part, whatever becomes of their events
-        return self._report([*_events(recorded), *twins])
+        try:
+            events = _events(recorded)  # now: after another session of the profiler, times of the device would be 0
+        finally:
+            twins = self._run_twins()  # all ranks take part, whatever becomes of their events
+        return self._report([*events, *twins])
 
     def _end(self) -> None:
         """End the recording, if it has not ended, and restore the modules."""

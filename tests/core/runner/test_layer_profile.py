@@ -14,6 +14,7 @@ import torch
 from engine.core import Engine, Request, SamplingParams
 from engine.core.errors import ControlError
 from engine.core.profiling import RankLayers
+from engine.core.runner import layer_profile
 from engine.core.timeline import TraceOptions
 from engine.testing.checkpoints import make_checkpoint
 
@@ -96,6 +97,36 @@ def test_times_sum_to_the_step_and_tokens_stay(engine: Engine) -> None:
     assert {"(batch)", "(sampling)", "(model)", "(rotary embedding)"} <= rows.keys()
     remaining = finish(engine)
     assert all(tokens == expected[name][-len(tokens) :] for name, tokens in remaining.items())
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_the_events_are_read_before_the_profiler_starts_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, readable: bool
+) -> None:
+    # A second session would change the clock by which kineto converts the first one's times.
+    order: list[str] = []
+    read, run_twins = layer_profile._events, layer_profile.LayerProfile._run_twins
+
+    def events(recorded: Any) -> Any:
+        order.append("read")
+        if not readable:
+            raise ControlError("the events of the profiler cannot be read")
+        return read(recorded)
+
+    def twins(self: layer_profile.LayerProfile) -> Any:
+        order.append("twins")
+        return run_twins(self)
+
+    monkeypatch.setattr(layer_profile, "_events", events)
+    monkeypatch.setattr(layer_profile.LayerProfile, "_run_twins", twins)
+    load(engine)
+    if readable:
+        profile(engine)
+    else:
+        with pytest.raises(ControlError, match="cannot be read"):
+            profile(engine)
+    finish(engine)
+    assert order == ["read", "twins"], "the twins run on every rank, whatever becomes of the events"
 
 
 def test_bytes_and_flops_equal_a_count_by_hand_of_three_layers(engine: Engine) -> None:
