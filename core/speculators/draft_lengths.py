@@ -18,8 +18,8 @@ _COMMON_MEMORY = 0.98
 """The same in the acceptance of all requests together, with which a new request begins."""
 _PRIOR_TRIALS = 8.0
 """Number of trials that the acceptance of all requests stands for in that of one request."""
-_FIRST_ACCEPTANCE = 0.5
-"""The acceptance before the first trial of all."""
+_FIRST_ACCEPTANCE, _FIRST_TRIALS = 0.5, 8.0
+"""The acceptance before the first trial of all; and the number of trials that it stands for."""
 _MAX_ACCEPTANCE = 0.99
 _MIN_GAIN = 1.02
 """Minimum tokens per time with drafts, relative to those without, that count as a gain: estimates are not exact."""
@@ -74,7 +74,7 @@ class DraftLengths:
         self._plain = plain or costs
         self._max_drafts = max_drafts
         self._requests: dict[str, _Trials] = {}
-        self._common = _Trials(accepted=_FIRST_ACCEPTANCE, count=1.0)
+        self._common = _Trials(accepted=_FIRST_ACCEPTANCE * _FIRST_TRIALS, count=_FIRST_TRIALS)
         self._powers = np.arange(1, max_drafts + 1)
         self._probes = Probes()
         self._rows = self._tokens = 0

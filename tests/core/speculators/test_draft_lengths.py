@@ -65,6 +65,16 @@ def test_the_time_for_which_the_device_waits_for_the_host_counts(curve: str, bat
         assert Simulation(curve, batch, acceptance, gap=0.2 * CURVES[curve](batch)).run(STEPS) >= 0.98
 
 
+def test_one_rejected_draft_at_the_start_ends_no_speculation() -> None:
+    drafts = StepCosts([(1, 4.41), (2, 4.81), (4, 4.87), (8, 4.87)])  # ms, of Llama-8B on an H200
+    lengths = DraftLengths(drafts, 3, plain=StepCosts([(1, 4.0), (8, 4.4)]), overlaps=True)
+    lengths.gaps.observe(0.54, 1)
+    lengths.record("first", 3, 0)
+    assert lengths.begin(1, 1)
+    assert lengths.limit("second") > 0
+    assert lengths.choose([("second", 3)]) != [0]
+
+
 def test_drafts_that_gain_more_than_the_gap_costs_are_verified() -> None:
     assert Simulation("memory, then compute", 8, 0.9, gap=1000).run(STEPS) > 2
 
