@@ -30,8 +30,8 @@ from engine.cli.bench.report import Row, report, write
 from engine.cli.bench.serve import LoadLevel, apply_load, processes_for
 from engine.cli.bench.server_process import Server, running
 from engine.core.config import load_config
-from engine.core.config.default_model import demo_model
 
+DEMO = Path(__file__).parent.parent / "demo" / "engine-demo"
 ADMIN_KEY = "metrics-cost"
 PROFILED = "default metrics, after a profile"
 
@@ -117,12 +117,12 @@ def main() -> None:
     given = dict(text.split("=", 1) for text in arguments.given)
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         common: dict[str, Any] = {"cache.memory": arguments.kv_memory, "server.port": 0, "model.max_len": 4096}
-        path = demo_model()
+        path = DEMO
         if arguments.model != "demo":
             path = write_model(Path(directory), arguments.model, tokenizer=True)
             common["model.load_format"] = "dummy"
         common["model.path"] = str(path)
-        vocab_size = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
+        vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
         loads = [
             LoadLevel(
                 concurrency=count,
