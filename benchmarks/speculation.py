@@ -171,7 +171,8 @@ def main() -> int:
     if args.speculator is None and settings.get("model__load_format") == "dummy":
         make_predictable()
     plain: dict[int, Run] = {}
-    with Engine(args.model, **settings) as engine:
+    without = {key: value for key, value in settings.items() if not key.startswith("speculator__")}
+    with Engine(args.model, **without) as engine:
         described = engine_settings(engine)
         machine = engine.cache_info.device
         prompts = prompts_of(engine, max(batches), texts=args.speculator is not None)

@@ -91,6 +91,8 @@ class StepLoop:
             self._submit(step)
         if self._in_flight and (step is None or len(self._in_flight) > self._steps_ahead):
             self._commit_oldest()
+        if self._timing is not None:
+            self._timing.learn()
         outputs, self._outputs = self._outputs, []
         return outputs
 

@@ -12,11 +12,14 @@ from engine.core.runner.graph_capture import GraphCapturer
 from engine.core.runner.persistent_batch import PersistentBatch
 from engine.core.sampling.draft_rows import DraftRows
 from engine.core.sampling.sampling_table import SamplingTable
+from engine.core.transfer import to_device
 from engine.core.types import Step
 
 _COLUMNS = ("rows", "positions", "sources", "tokens", "offsets", "first", "table_rows")
 """What is sent per row of the batch, per draft row, or per draft slice."""
 _VIEWS_KEPT = 256
+_LEAST_CHANGES = 64
+"""Minimum room in the buffer for changed entries of block tables."""
 
 
 @frozen(kw_only=True)
@@ -33,9 +36,9 @@ class _Views:
 class DraftBatch:
     """Sends the batches of steps with drafts, each before the replay that computes it.
 
-    The device is idle meanwhile, since drafts follow the newest tokens: so a batch goes through a buffer that stays, in
-    one transfer, and on a GPU a CUDA graph of its own sends it and fills the rows. The buffer is written again by the
-    next step with drafts, which is planned only after the result of this one.
+    The device is idle meanwhile, since drafts follow the newest tokens: so a batch and the new entries of block tables
+    go through a buffer that stays, in one transfer, and on a GPU a CUDA graph of its own sends it and fills the rows.
+    The buffer is written again by the next step with drafts, which is planned only after the result of this one.
     """
 
     def __init__(
@@ -57,16 +60,21 @@ class DraftBatch:
         self._fused = fused
         width = -(-self._max_rows // 2) * 2  # of 16 bytes: kernels read whole vectors
         starts = {name: 4 + at * width for at, name in enumerate(_COLUMNS)}
-        end = 4 + len(_COLUMNS) * width
+        drafts = 4 + len(_COLUMNS) * width
+        entries = drafts + width * max_drafts
+        self._max_changes = max_changes = max(width, _LEAST_CHANGES)
+        blocks, end = entries + max_changes, entries + 2 * max_changes
         device = rows.device
         on_gpu = device.type == "cuda"
-        self._sent = torch.zeros(end + width * max_drafts, dtype=torch.int64, pin_memory=on_gpu)
+        self._sent = torch.zeros(end, dtype=torch.int64, pin_memory=on_gpu)
         self._received = torch.zeros_like(self._sent, device=device) if on_gpu else self._sent
         values = self._sent.numpy()
-        self._host_sizes, self._host_drafts = values[:3], values[end:]
+        self._host_sizes, self._host_drafts = values[:4], values[drafts:entries]
         self._host = {name: values[start : start + width] for name, start in starts.items()}
-        self._sizes, self._drafts = self._received[:3], self._received[end:]
+        self._host_entries, self._host_blocks = values[entries:blocks], values[blocks:]
+        self._sizes, self._drafts = self._received[:4], self._received[drafts:entries]
         self._device = {name: self._received[start : start + width] for name, start in starts.items()}
+        self._entries, self._blocks = self._received[entries:blocks], self._received[blocks:]
         self._views = lru_cache(_VIEWS_KEPT)(self._make_views)
         self._replay: Callable[[], None] | None = None
 
@@ -111,12 +119,10 @@ class DraftBatch:
         rows += [batch.padding_row] * (size - count)
         positions += [0] * (size - count)
         host = self._host
-        self._host_sizes[:] = (size, plain, count)
+        self._host_sizes[:] = (size, plain, count, self._write_changes())
         for name, column in zip(_COLUMNS, (rows, positions, sources, tokens, offsets, first, owners), strict=True):
             host[name][: len(column)] = column
         self._host_drafts[: len(drafts)] = drafts
-        if changes := batch.send_changes():
-            batch.apply(changes)
         if self._replay is not None:
             self._replay()
         else:
@@ -133,6 +139,21 @@ class DraftBatch:
         )
         return draft_rows, views.sources
 
+    def _write_changes(self) -> int:
+        """Write the new entries of the block tables to the buffer; returns their number. More than have room there are
+        sent by themselves."""
+        changes = self._persistent_batch.take_changes()
+        if not changes:
+            return 0
+        entries, blocks = changes
+        count = len(entries)
+        if count > self._max_changes:
+            self._persistent_batch.apply(to_device(changes, self._received.device))
+            return 0
+        self._host_entries[:count] = entries
+        self._host_blocks[:count] = blocks
+        return count
+
     def _make_views(self, plain: int, count: int, slices: int, width: int) -> _Views:
         return _Views(
             drafts=self._drafts[: slices * width].view(slices, width),
@@ -147,10 +168,11 @@ class DraftBatch:
             self._received.copy_(self._sent, non_blocking=True)
         batch, table, sent = self._persistent_batch, self._table, self._device
         if self._fused:
-            from engine.ops.sampling.draft_step import fill_draft_rows
+            from engine.ops.sampling.draft_step import fill_draft_rows, write_blocks
 
+            write_blocks(self._sizes[3:], self._entries, self._blocks, batch.group_tables)
             fill_draft_rows(
-                self._sizes,
+                self._sizes[:3],
                 sent["rows"],
                 sent["positions"],
                 sent["sources"],
@@ -165,7 +187,9 @@ class DraftBatch:
                 block_size=batch.block_size,
             )
             return
-        size, plain, count = self._host_sizes.tolist()
+        size, plain, count, changes = self._host_sizes.tolist()
+        if changes:
+            batch.apply([self._entries[:changes], self._blocks[:changes].int()])
         self._rows[:size].copy_(sent["rows"][:size])
         self._positions[:size].copy_(sent["positions"][:size])
         targets, sources = self._rows[plain:count], sent["sources"][: count - plain]

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from attrs import define, field
 
-from engine.core.transfer import to_device
 from engine.core.types import Step
 
 
@@ -142,10 +141,6 @@ class PersistentBatch:
         self._changed_entries.clear()
         self._changed_blocks.clear()
         return changes
-
-    def send_changes(self) -> list[torch.Tensor]:
-        """The entries of `take_changes`, on the device."""
-        return to_device(changes, self.tables.device) if (changes := self.take_changes()) else []
 
     def apply(self, changes: Sequence[torch.Tensor]) -> None:
         """Update the block tables on the device. changes: the arrays of `take_changes`, on the device."""

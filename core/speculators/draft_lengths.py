@@ -54,8 +54,10 @@ class DraftLengths:
         (tokens without drafts + the sum of their probabilities) / the time of a step of that many rows.
 
     Per step: `begin`, then `limit` for each request that may have drafts, then `choose` if there are proposals; later
-    `record` for each request whose drafts were verified. A request whose drafts do not pay is probed from time to time,
-    with one draft; the probes that fail take at most 0.5 % of the time, those of all requests together.
+    `probed`, and `record` for each request whose drafts were verified. `observe` may be called at any time.
+
+    A request whose drafts do not pay is probed from time to time, with one draft; the probes that fail take at most
+    0.5 % of the time, those of all requests together.
 
     Where steps overlap, the host has to wait for the step in flight before it plans one with drafts, and for that one
     before it plans the next: the device is idle meanwhile, for the time that `gaps` learns. `pays` is called between
@@ -207,10 +209,13 @@ class DraftLengths:
         estimate = (trials.accepted + _PRIOR_TRIALS * common) / (trials.count + _PRIOR_TRIALS)
         return min(estimate, _MAX_ACCEPTANCE)
 
+    def probed(self, rows: int, time: float) -> None:
+        """Count what the probes of a step, if its drafts are any, took more, or less, than was counted."""
+        if self._probes.running:
+            self._probes.spend(time - self._time_of(rows))
+
     def observe(self, rows: int, time: float, *, drafts: bool) -> None:
         """Correct the measured times by the time of a step. drafts: whether the step had any."""
-        if drafts and self._probes.running:
-            self._probes.spend(time - self._time_of(rows))  # what the probes took more, or less, than was counted
         (self._costs if drafts else self._plain).observe(rows, time)
 
     def record(self, request_id: str, verified: int, accepted: int) -> None:

@@ -30,6 +30,9 @@ class StepTiming:
         self._clock = clock
         self._begins: deque[tuple[float, bool]] = deque()
         """Of each step in flight: when it was submitted, and whether no other was in flight then."""
+        self._timed: list[tuple[Step, float, float | None]] = []
+        """Steps that `learn` has not seen yet: with the seconds of an iteration, and of the gap before a step with
+        drafts where steps overlap."""
         self._last_result = 0.0
 
     def begin(self) -> None:
@@ -46,17 +49,28 @@ class StepTiming:
         seconds = now - max(begin, last_result)
         if not self._overlaps and last_result:
             seconds += min(max(begin - last_result, 0.0), _MAX_HOST_SHARE * seconds)
-        seconds /= step.iterations
         if step.drafts:
-            self._lengths.observe(
-                len(step.decodes) + sum(len(part.tokens) for part in step.drafts), seconds, drafts=True
-            )
-            if self._overlaps and last_result:
-                sequences = len(step.decodes) + len(step.drafts)
-                self._lengths.gaps.observe(max(begin - last_result, 0.0), sequences)
+            self._lengths.probed(_rows(step), seconds)
+            gap = max(begin - last_result, 0.0) if self._overlaps and last_result else None
+            self._timed.append((step, seconds, gap))
         elif step.decodes and not (step.propose or (waited and self._overlaps)):
-            self._lengths.observe(len(step.decodes), seconds, drafts=False)
+            self._timed.append((step, seconds / step.iterations, None))
+
+    def learn(self) -> None:
+        """Correct the times by the steps that have ended. To be called while the device works: before, it may wait for
+        the host."""
+        lengths = self._lengths
+        for step, seconds, gap in self._timed:
+            lengths.observe(_rows(step), seconds, drafts=bool(step.drafts))
+            if gap is not None:
+                lengths.gaps.observe(gap, len(step.decodes) + len(step.drafts))
+        self._timed.clear()
 
     def forget(self) -> None:
         """Forget the steps in flight."""
         self._begins.clear()
+        self._timed.clear()
+
+
+def _rows(step: Step) -> int:
+    return len(step.decodes) + sum(len(part.tokens) for part in step.drafts)

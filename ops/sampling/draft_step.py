@@ -1,10 +1,29 @@
-"""The first kernel of a replayed decode step that verifies drafts: fills the rows that the replay reads."""
+"""The first kernels of a replayed decode step that verifies drafts: they fill the rows that the replay reads."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+
+_CHANGES = 256
+"""Entries of block tables that one program writes."""
+
+
+@triton.jit
+def _write(count, entries, blocks, tables, CHANGES: tl.constexpr):
+    at = tl.program_id(0) * CHANGES + tl.arange(0, CHANGES)
+    inside = at < tl.load(count)
+    tl.store(tables + tl.load(entries + at, mask=inside), tl.load(blocks + at, mask=inside), mask=inside)
+
+
+def write_blocks(count: torch.Tensor, entries: torch.Tensor, blocks: torch.Tensor, tables: torch.Tensor) -> None:
+    """Store blocks in block tables.
+
+    count: [1] int64, how many there are: the first of entries and blocks. entries: [n] int64, indices into the
+    flattened tables; blocks: [n] int64; tables: of any shape, contiguous, int32.
+    """
+    _write[(triton.cdiv(len(entries), _CHANGES),)](count, entries, blocks, tables, CHANGES=_CHANGES)
 
 
 @triton.jit

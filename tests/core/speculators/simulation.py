@@ -81,6 +81,8 @@ class Simulation:
         self.time += self.curve(rows) + self.gap * self.waits
         self.waits = drafts > 0
         if self.fixed is None:
+            if drafts:
+                self.lengths.probed(rows, self.curve(rows))
             self.lengths.observe(rows, self.curve(rows), drafts=drafts > 0)
             if drafts and self.gap:
                 self.lengths.gaps.observe(self.gap, self.batch)

@@ -46,6 +46,7 @@ def test_a_step_takes_the_time_from_its_submission_to_its_result_and_that_of_the
     for step in (plain(), with_drafts(), plain(3)):
         timed.begin()
         timed.end(step)
+        timed.learn()
     assert lengths.seen == [(2, 2.0, False), (6, 4.0, True), (3, 6.0, False)], "the engine was idle before the last one"
 
 
@@ -56,6 +57,7 @@ def test_a_step_that_overlaps_takes_the_time_between_results() -> None:
     timed.end(plain())
     timed.begin()
     timed.end(plain(3))
+    timed.learn()
     assert lengths.seen == [(3, 4.0, False)]
 
 
@@ -70,6 +72,7 @@ def test_iterations_share_the_time_and_steps_with_prompts_do_not_count() -> None
     for step in steps:
         timed.begin()
         timed.end(step)
+        timed.learn()
     assert lengths.seen == [(2, 2.0, False)]
 
 
@@ -80,6 +83,7 @@ def test_steps_that_waited_for_a_result_teach_the_gap_before_drafts_but_not_the_
         for step in (plain(), with_drafts(), plain()):
             timed.begin()
             timed.end(step)
+            timed.learn()
         assert lengths.gaps.seen == gaps
         assert lengths.seen == ([(6, 3.0, True)] if overlaps else [(2, 5.0, False), (6, 4.5, True), (2, 5.0, False)])
 
@@ -90,7 +94,18 @@ def test_steps_in_flight_are_forgotten() -> None:
     timed.forget()
     timed.begin()
     timed.end(plain())
+    timed.learn()
     assert lengths.seen == [(2, 1.0, False)]
+
+
+def test_times_are_learned_when_the_caller_says_so_and_once() -> None:
+    timed, lengths = timing([0.0, 10.0])
+    timed.begin()
+    timed.end(plain())
+    assert lengths.seen == []
+    timed.learn()
+    timed.learn()
+    assert lengths.seen == [(2, 10.0, False)]
 
 
 def test_observed_steps_correct_the_times_of_their_rows_and_at_first_of_all() -> None:
@@ -131,6 +146,7 @@ def test_times_that_were_measured_wrong_are_corrected_by_probes() -> None:
         count = sum(lengths.choose([("r", lengths.limit("r"))]))
         drafts.append(count)
         if count:
+            lengths.probed(1 + count, 1.05)
             lengths.record("r", count, count)
         lengths.observe(1 + count, 1.05, drafts=count > 0)
     assert drafts[0] == 0

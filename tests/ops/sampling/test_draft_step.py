@@ -11,6 +11,7 @@ from engine.core.runner.graph_capture import GraphCapturer
 from engine.core.runner.persistent_batch import PersistentBatch
 from engine.core.sampling.draft_rows import DraftRows
 from engine.core.sampling.sampling_table import SamplingTable
+from engine.core.transfer import to_device
 from engine.core.types import DraftSlice, NewSequence, SamplingParams, Step
 
 pytest.importorskip("triton")
@@ -108,7 +109,7 @@ def test_rows_have_the_positions_and_tokens_of_their_slice_and_the_rest_is_paddi
 
 def test_the_rows_of_sequences_stay_as_they_were() -> None:
     state = State(1, 1)
-    state.batch.apply(state.batch.send_changes())
+    state.batch.apply(to_device(state.batch.take_changes(), DEVICE))
 
     def of_sequences() -> list[torch.Tensor]:
         columns = (state.table.words, state.table.numbers, state.batch.tables.T, state.batch.last_tokens)
@@ -130,3 +131,23 @@ def test_a_second_batch_replaces_the_first() -> None:
     assert torch.equal(state.rows[:4], expected.rows[:4])
     assert torch.equal(state.filled[:4], expected.filled[:4])
     assert rows.drafts.tolist() == expected_rows.drafts.tolist()
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("fused", [True, False])
+def test_new_blocks_arrive_before_the_draft_rows_copy_them(groups: int, *, fused: bool) -> None:
+    state = State(4, groups)
+    sender = DraftBatch(state.batch, state.table, rows=state.rows, positions=state.filled, max_drafts=3, fused=fused)
+    if fused and DEVICE.type == "cuda":
+        sender.capture(GraphCapturer(DEVICE))
+    sender.send(state.step((), 1), 2)
+    sequence = NUMBERS[0]
+    last = state.positions[sequence] // BLOCK_SIZE
+    blocks = (-last, *range(200, 200 + 2 * groups))  # those of the last two indices, for each group
+    state.batch.update(Step(id=3, decodes=(), chunks=(), blocks=((sequence, blocks),)))
+    sender.send(state.step((), 1), 2)
+    row, draft_row = state.batch.row(sequence), state.batch.draft_rows[0]
+    tables = state.batch.group_tables.cpu()
+    assert tables[:, row, last].tolist() == list(range(200, 200 + groups))
+    assert tables[:, draft_row, : last + 1].tolist() == tables[:, row, : last + 1].tolist()
+    assert tables[:, row].tolist() == state.batch.group_host_tables[:, row].tolist()
