@@ -25,6 +25,9 @@ _MIN_GAIN = 1.02
 """Minimum tokens per time with drafts, relative to those without, that count as a gain: estimates are not exact."""
 _MAX_PAUSE = 16
 """Maximum steps for which no request is asked after proposals that did not pay."""
+_LONGEST_PROBE = 2.0
+"""Time of a step with probes, relative to the expected one, beyond which it counts no further: no probe takes that long,
+but the first use of a kernel may."""
 _PROBED_AT_ONCE = 1.02
 """A probe takes further requests along as long as the step takes at most this much longer: the host's wait, which is
 most of its cost, is the same."""
@@ -54,7 +57,8 @@ class DraftLengths:
         (tokens without drafts + the sum of their probabilities) / the time of a step of that many rows.
 
     Per step: `begin`, then `limit` for each request that may have drafts, then `choose` if there are proposals; later
-    `probed`, and `record` for each request whose drafts were verified. `observe` may be called at any time.
+    `probed`, and `record` for each request whose drafts were verified. `observe` may be called at any time, `prepare`
+    after `choose`.
 
     A request whose drafts do not pay is probed from time to time, with one draft; the probes that fail take at most
     0.5 % of the time, those of all requests together.
@@ -92,6 +96,12 @@ class DraftLengths:
         """Steps for which no request is asked, as long as proposals do not pay; and how many of them are left."""
         self._waited = False
         """Whether the host waits for drafts of this step, and none are chosen so far."""
+        self._cost = 0.0
+        """Time that a probe adds to this step and the next one."""
+        self._chosen_from: Sequence[tuple[str, int]] = ()
+        """The proposals from which drafts of this step were chosen; none: no drafts were."""
+        self._prepared: tuple[Sequence[tuple[str, int]], list[int]] | None = None
+        """The proposals that the next step is expected to have, and the choice; None: nothing is prepared."""
 
     def begin(self, rows: int, tokens: int) -> bool:
         """Begin a step; False: no draft can pay in this step, so `limit` need not be called.
@@ -101,8 +111,10 @@ class DraftLengths:
         if self._waited:  # in vain
             self._probes.spend(self._waiting_time)
             self._waited = False
-        cost = self._count(rows, tokens)
-        self._probes.begin(self._time, cost)
+        if self._prepared is None or (rows, tokens) != (self._rows, self._tokens):
+            self._prepared = None
+            self._count(rows, tokens)
+        self._probes.begin(self._time, self._cost)
         if self._pause_left:
             self._pause_left -= 1
             return False
@@ -110,11 +122,12 @@ class DraftLengths:
 
     def revise(self, rows: int, tokens: int) -> None:
         """Correct the numbers of the step that has begun."""
-        self._probes.revise(self._count(rows, tokens))
+        self._prepared = None
+        self._count(rows, tokens)
+        self._probes.revise(self._cost)
 
-    def _count(self, rows: int, tokens: int) -> float:
-        """Estimate the times of a step; returns the time that a probe adds to it and to the next one, which does not
-        overlap with it."""
+    def _count(self, rows: int, tokens: int) -> None:
+        """Estimate the times of a step, and what a probe adds to it and to the next one, which does not overlap."""
         self._rows, self._tokens = rows, tokens
         most = max(tokens, 1) * self._max_drafts
         self._time = float(self._plain.table(rows)[rows])
@@ -124,7 +137,7 @@ class DraftLengths:
         further = times[1:] - self._time
         self._least = float((further / np.arange(1, most + 1)).min()) * tokens / self._time
         self._waiting_time = max(float(times[0]) - self._time, 0.0) if self._overlaps else 0.0
-        return max(float(further[0]), 0.0) + self._waiting_time
+        self._cost = max(float(further[0]), 0.0) + self._waiting_time
 
     def limit(self, request_id: str) -> int:
         """Maximum drafts of a request that may pay in this step; 0: none, so no proposal is needed."""
@@ -153,7 +166,12 @@ class DraftLengths:
     def choose(self, proposals: Sequence[tuple[str, int]]) -> list[int]:
         """How many drafts of each proposal to verify. proposals: (request, number of drafts)."""
         self._probes.clear()
-        found = self._most_per_time(proposals)
+        if self._prepared is not None and self._prepared[0] == proposals:
+            found = self._prepared[1]
+        else:
+            found = self._most_per_time(proposals)
+        self._prepared = None
+        self._chosen_from = proposals if any(found) else ()
         if any(found):
             self._pause = 0
         rows = self._rows + sum(found)
@@ -173,6 +191,14 @@ class DraftLengths:
         else:
             self._pause_asking(proposals)
         return found
+
+    def prepare(self) -> None:
+        """Choose drafts for the next step ahead, as if it had the rows and proposals of this one: where it has, `begin`
+        and `choose` are quick. Like `observe` for the time while the device works; what is recorded later counts from
+        the step after the next."""
+        if self._chosen_from:
+            self._count(self._rows, self._tokens)
+            self._prepared = self._chosen_from, self._most_per_time(self._chosen_from)
 
     def _most_per_time(self, proposals: Sequence[tuple[str, int]], *, known: bool = True) -> list[int]:
         """How many drafts of each proposal make most tokens per time. known: whether the tokens before the drafts are
@@ -212,7 +238,8 @@ class DraftLengths:
     def probed(self, rows: int, time: float) -> None:
         """Count what the probes of a step, if its drafts are any, took more, or less, than was counted."""
         if self._probes.running:
-            self._probes.spend(time - self._time_of(rows))
+            expected = self._time_of(rows)
+            self._probes.spend(min(time, _LONGEST_PROBE * expected) - expected)
 
     def observe(self, rows: int, time: float, *, drafts: bool) -> None:
         """Correct the measured times by the time of a step. drafts: whether the step had any."""

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from attrs import define
+from attrs import define, field
 
-_FIRST = 4
-"""Gaps of which each counts in full."""
+from engine.core.speculators.recent_median import RecentMedian
+
+_FIRST = 3
+"""Gaps for which the median stands alone."""
 _SLOW = 0.02
 """Weight of a gap after the first 50."""
-_LONGEST = 4.0
-"""Length, relative to the mean, beyond which a gap counts no further: something disturbed the host."""
 
 
 @define
 class _Mean:
     time: float = 0.0
     count: int = 0
+    median: RecentMedian = field(factory=RecentMedian)
 
     def add(self, time: float) -> None:
         self.count += 1
-        if self.count > _FIRST:
-            time = min(time, _LONGEST * self.time)
-        self.time += (time - self.time) * max(_SLOW, 1 / self.count)
+        median = self.median.add(time)
+        self.time += (median - self.time) * (1.0 if self.count <= _FIRST else max(_SLOW, 1 / self.count))
 
 
 class Gaps:
-    """Mean gaps by magnitude of the number of sequences: the host takes longer for more of them."""
+    """Typical gaps by magnitude of the number of sequences: the host takes longer for more of them."""
 
     def __init__(self) -> None:
         self._means: dict[int, _Mean] = {}

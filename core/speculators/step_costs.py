@@ -8,11 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.core.errors import ConfigError
+from engine.core.speculators.recent_median import RecentMedian
 
-_SLOW, _BEFORE = 0.02, 2
+_SLOW, _BEFORE = 0.02, 1
 """Weight of an observation after the first ones; and how many observations the measurements stand for until then."""
-_LONGEST = 4.0
-"""Time of a step, relative to the measurement, beyond which it counts no further: something disturbed it."""
 _REFRESH = 8
 """Observations after which the table is computed again."""
 _FEW = 4
@@ -22,8 +21,8 @@ _FEW = 4
 class StepCosts:
     """Measured times of steps, linear beyond the last measurement. Never falls with more rows.
 
-    Observed steps correct the times. Each number of rows has a factor of its own; until it was observed often enough, a
-    common factor stands for it.
+    Observed steps correct the times, but a single one changes nothing, however long it was. Each number of rows has a
+    factor of its own; until it was observed often enough, a common factor stands for it.
     """
 
     def __init__(self, measured: Iterable[tuple[int, float]], *, padded: bool = False) -> None:
@@ -46,6 +45,7 @@ class StepCosts:
         self._factors = np.ones(len(self._rows))
         """Time of observed steps relative to the measurement, by number of rows."""
         self._counts = np.zeros(len(self._rows), np.int64)
+        self._medians = [RecentMedian(1.0, 1.0) for _ in self._rows]
         self._factor = 1.0
         """The same, common to all numbers of rows."""
         self._count = 0
@@ -59,10 +59,10 @@ class StepCosts:
         return self._table
 
     def observe(self, rows: int, time: float) -> None:
-        """Correct the times by that of a step. A single step changes little, however long it was."""
+        """Correct the times by that of a step."""
         self.table(rows)
-        ratio = min(time / float(self._base[rows]), _LONGEST)
         size = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
+        ratio = self._medians[size].add(time / float(self._base[rows]))
         self._count += 1
         self._counts[size] += 1
         self._factor += (ratio - self._factor) * max(_SLOW, 1 / (_BEFORE + self._count))

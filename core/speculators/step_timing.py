@@ -57,13 +57,15 @@ class StepTiming:
             self._timed.append((step, seconds / step.iterations, None))
 
     def learn(self) -> None:
-        """Correct the times by the steps that have ended. To be called while the device works: before, it may wait for
-        the host."""
+        """Correct the times by the steps that have ended, and prepare the next choice. To be called while the device
+        works: before, it may wait for the host."""
         lengths = self._lengths
         for step, seconds, gap in self._timed:
             lengths.observe(_rows(step), seconds, drafts=bool(step.drafts))
             if gap is not None:
                 lengths.gaps.observe(gap, len(step.decodes) + len(step.drafts))
+        if self._timed and self._timed[-1][0].drafts:
+            lengths.prepare()
         self._timed.clear()
 
     def forget(self) -> None:

@@ -37,12 +37,23 @@ class Simulation:
     """Runs `batch` requests at a time; each that ends is replaced. fixed: this many drafts always; None: adaptive.
 
     gap: for how long the device is idle before a step that was planned after the result of the step before it; 0: steps
-    do not overlap.
+    do not overlap. first_use: how many times as long the first step of each number of rows takes, by
+    eights.
     """
 
-    def __init__(self, curve: str, batch: int, acceptance: Acceptance, *, fixed: int | None = None, gap: float = 0):
+    def __init__(
+        self,
+        curve: str,
+        batch: int,
+        acceptance: Acceptance,
+        *,
+        fixed: int | None = None,
+        gap: float = 0,
+        first_use: float = 1,
+    ) -> None:
         self.curve, self.batch, self.acceptance, self.fixed = CURVES[curve], batch, acceptance, fixed
-        self.gap = gap
+        self.gap, self.first_use = gap, first_use
+        self.used: set[int] = set()
         self.lengths = DraftLengths(costs_of(curve), MAX_DRAFTS, overlaps=gap > 0)
         self.waits = False
         self.pick = random.Random(1)
@@ -78,14 +89,19 @@ class Simulation:
         drafts = sum(chosen.values())
         self.drafts += drafts
         rows = self.batch + drafts
-        self.time += self.curve(rows) + self.gap * self.waits
+        graph = -(-rows // 8)
+        time = self.curve(rows) * (1 if graph in self.used else self.first_use)
+        self.used.add(graph)
+        self.time += time + self.gap * self.waits
         self.waits = drafts > 0
         if self.fixed is None:
             if drafts:
-                self.lengths.probed(rows, self.curve(rows))
-            self.lengths.observe(rows, self.curve(rows), drafts=drafts > 0)
+                self.lengths.probed(rows, time)
+            self.lengths.observe(rows, time, drafts=drafts > 0)
             if drafts and self.gap:
                 self.lengths.gaps.observe(self.gap, self.batch)
+            if drafts:
+                self.lengths.prepare()
         for place, request in enumerate(self.requests):
             accepted, acceptance = 0, acceptance_of(self.acceptance, request, self.step)
             while accepted < chosen.get(request, 0) and self.pick.random() < acceptance:

@@ -28,6 +28,16 @@ def test_speculation_is_about_as_fast_as_with_the_best_fixed_number(curve: str, 
     assert Simulation(curve, batch, acceptance).run(STEPS) >= 0.94 * best
 
 
+@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("curve", ["memory, then compute", "CUDA graphs of 8, 16, ... rows"])
+def test_numbers_of_rows_whose_first_step_takes_long_are_used_all_the_same(curve: str, batch: int) -> None:
+    """As the first step of a CUDA graph may."""
+    gap = 0.1 * CURVES[curve](batch)
+    expected, found = Simulation(curve, batch, 0.8, gap=gap), Simulation(curve, batch, 0.8, gap=gap, first_use=10)
+    expected.run(1500), found.run(1500)
+    assert found.run(1500) > 0.97 * expected.run(1500)
+
+
 def test_requests_that_differ_are_served_better_than_by_any_fixed_number() -> None:
     mixed: Acceptance = (0.0, 0.9)
     best = max(Simulation("memory, then compute", 64, mixed, fixed=fixed).run(100) for fixed in range(6))
@@ -141,6 +151,41 @@ def test_the_most_probable_drafts_of_all_sequences_are_chosen() -> None:
     assert lengths.choose([("sure", 4), ("unsure", 4), ("sure", 1)]) == [4, 1, 1]
     assert lengths.choose([("sure", 2), ("unsure", 0)]) == [2, 0]
     assert lengths.choose([]) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "proposals"), [(3, [("a", 4), ("b", 3)]), (3, [("a", 4), ("b", 2)]), (5, [("a", 4), ("b", 3)]), (3, [])]
+)
+def test_a_choice_that_was_prepared_is_the_one_that_is_made_without(
+    rows: int, proposals: list[tuple[str, int]]
+) -> None:
+    made = []
+    for prepares in (True, False):
+        lengths = DraftLengths(StepCosts([(1, 10.0), (4, 11.0), (6, 14.0), (16, 40.0)]), 4)
+        for request, accepted in (("a", 30), ("b", 15)):
+            lengths.record(request, 32, accepted)
+        lengths.begin(3, 3)
+        assert any(lengths.choose([("a", 4), ("b", 3)]))
+        if prepares:
+            lengths.prepare()
+        made.append((lengths.begin(rows, rows), [lengths.limit(name) for name in "ab"], lengths.choose(proposals)))
+    assert made[0] == made[1]
+
+
+def test_a_prepared_choice_is_used_once_and_takes_no_time_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = DraftLengths(costs_of("bound by memory"), 4)
+    proposals = [("a", 4)]
+    lengths.begin(1, 1)
+    lengths.choose(proposals)
+    lengths.prepare()
+    calls: list[str] = []
+    for name in ("_count", "_most_per_time"):
+        work = getattr(lengths, name)
+        monkeypatch.setattr(lengths, name, lambda *args, name=name, work=work: (calls.append(name), work(*args))[1])
+    for _ in range(2):
+        lengths.begin(1, 1)
+        assert lengths.choose(proposals) == [4]
+    assert calls == ["_count", "_most_per_time"], "in the second step only"
 
 
 @pytest.mark.parametrize("seed", range(5))
