@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,6 +174,14 @@ def test_a_choice_that_was_prepared_is_the_one_that_is_made_without(
     assert made[0] == made[1]
 
 
+def noted(calls: list[str], name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        calls.append(name)
+        return work(*arguments)
+
+    return call
+
+
 def test_a_prepared_choice_is_used_once_and_takes_no_time_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = DraftLengths(costs_of("bound by memory"), 4)
     proposals = [("a", 4)]
@@ -180,8 +190,7 @@ def test_a_prepared_choice_is_used_once_and_takes_no_time_in_the_step(monkeypatc
     lengths.prepare()
     calls: list[str] = []
     for name in ("_count", "_most_per_time"):
-        work = getattr(lengths, name)
-        monkeypatch.setattr(lengths, name, lambda *args, name=name, work=work: (calls.append(name), work(*args))[1])
+        monkeypatch.setattr(lengths, name, noted(calls, name, getattr(lengths, name)))
     for _ in range(2):
         lengths.begin(1, 1)
         assert lengths.choose(proposals) == [4]
