@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         parse_bytes as parse_bytes,
     )
     from engine.core.config.model_name import is_hub_name as is_hub_name, served_name as served_name
+    from engine.core.config.server import ServerConfig as ServerConfig
     from engine.core.config.structure import show as show, structure_options as structure_options
     from engine.core.config.tree import (
         AUTO as AUTO,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         ModelConfig as ModelConfig,
         ParserConfig as ParserConfig,
         PluginsConfig as PluginsConfig,
-        ServerConfig as ServerConfig,
     )
 
 __getattr__, __dir__, __all__ = exports(
@@ -46,6 +46,7 @@ __getattr__, __dir__, __all__ = exports(
         "parse_bytes",
     ),
     model_name=("is_hub_name", "served_name"),
+    server=("ServerConfig",),
     structure=("show", "structure_options"),
     tree=(
         "AUTO",
@@ -54,6 +55,5 @@ __getattr__, __dir__, __all__ = exports(
         "ModelConfig",
         "ParserConfig",
         "PluginsConfig",
-        "ServerConfig",
     ),
 )

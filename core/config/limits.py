@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from engine.core.config.tree import AUTO, EngineConfig, ServerConfig
+from engine.core.config.server import ServerConfig
+from engine.core.config.tree import AUTO, EngineConfig
 from engine.core.errors import ConfigError
 
 BOUNDS: Mapping[str, tuple[float, float]] = {

@@ -18,7 +18,8 @@ import attrs
 import httpx
 import pytest
 
-from engine.core.config.tree import EngineConfig, ExecutorConfig, ModelConfig, ParserConfig, ServerConfig
+from engine.core.config.server import ServerConfig
+from engine.core.config.tree import EngineConfig, ExecutorConfig, ModelConfig, ParserConfig
 from engine.core.executors.wire import encode
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")

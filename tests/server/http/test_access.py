@@ -13,7 +13,7 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
-from engine.core.config.tree import ServerConfig
+from engine.core.config.server import ServerConfig
 from engine.core.errors import ConfigError
 from engine.server.http.hosts import AllowedHosts, is_cross_site
 from engine.server.shared.api_keys import ApiKeys, read_api_keys

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.core.config.tree import ServerConfig
+from engine.core.config.server import ServerConfig
 from engine.core.plugin_host import load_plugins
 from engine.server.http.app import make_app
 from engine.server.http.page import FOLDER, INDEX, MEDIA_TYPES

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.tree import ServerConfig
+from engine.core.config.server import ServerConfig
 from engine.core.types import SamplingParams
 from engine.server.front_end.errors import ApiError
 from engine.server.http import params

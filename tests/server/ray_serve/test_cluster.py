@@ -19,7 +19,8 @@ import attrs
 import httpx
 import pytest
 
-from engine.core.config.tree import CacheConfig, EngineConfig, ExecutorConfig, ModelConfig, ServerConfig
+from engine.core.config.server import ServerConfig
+from engine.core.config.tree import CacheConfig, EngineConfig, ExecutorConfig, ModelConfig
 from engine.core.executors import MessageDecoder
 from engine.server.ray_serve.messages import ReplicaState
 from engine.server.ray_serve.options import Options

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from engine.core.config.tree import ServerConfig
+from engine.core.config.server import ServerConfig
 from engine.server.supervisor.main import num_front_ends
 
 Serve = Callable[..., AbstractContextManager[Any]]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from engine.core.config.tree import CacheConfig, EngineConfig, ExecutorConfig, KVEventsConfig, ServerConfig
+from engine.core.config.server import ServerConfig
+from engine.core.config.tree import CacheConfig, EngineConfig, ExecutorConfig, KVEventsConfig
 from engine.core.errors import ConfigError, PluginError
 from engine.server.supervisor.replicas import cores, count_gpus, finds_devices, replica_configs
 
