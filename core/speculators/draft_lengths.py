@@ -26,8 +26,8 @@ _MIN_GAIN = 1.02
 _MAX_PAUSE = 16
 """Maximum steps for which no request is asked after proposals that did not pay."""
 _LONGEST_PROBE = 2.0
-"""Time of a step with probes, relative to the expected one, beyond which it counts no further: no probe takes so long, but the
-first use of a kernel may."""
+"""Time of a step with probes, relative to the expected one, beyond which it counts no further: a probe never takes so
+long, but the first use of a kernel may."""
 _PROBED_AT_ONCE = 1.02
 """A probe takes further requests along as long as the step takes at most this much longer: the host's wait, which is
 most of its cost, is the same."""
