@@ -286,6 +286,38 @@ def ablation_table() -> str:
     return section("What each optimisation is worth", text, [by_case(report, number)])
 
 
+LOAD_METRICS = {
+    "output tokens a second, steady state": "steady state",
+    "output tokens a second, whole load": "whole load",
+    "bound, one after the other, attention at 85 % of bandwidth": "serial bound at 85 %",
+    "bound, one after the other, attention at 97 % of bandwidth": "at 97 %",
+    "bound, prompts next to attention": "bound with overlap",
+    "goal": "goal",
+}
+"""Metrics of benchmarks/ten_loads.py -> columns."""
+
+
+def ten_loads_table() -> str:
+    """The loads that TensorRT-LLM publishes, with their bounds."""
+    report = load_result("h200-ten-loads")
+    if report is None:
+        return ""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in report["rows"]:
+        found.setdefault(row["case"], {})[row["metric"]] = row
+    shown = [metric for metric in LOAD_METRICS if any(metric in metrics for metrics in found.values())]
+    rows = []
+    for case, metrics in found.items():
+        rate = next((metrics[metric] for metric in shown[:2] if metric in metrics), {})
+        share, baseline = rate.get("share"), rate.get("baseline")
+        cells = (number(metrics[metric]["value"]) if metric in metrics else "" for metric in shown)
+        published = number(baseline) if baseline is not None else ""
+        rows.append((case, *cells, published, f"{share:.0%}" if share is not None else ""))
+    head = ("IN/OUT", *(LOAD_METRICS[metric] for metric in shown), "TensorRT-LLM, published", "of the serial bound")
+    text = f"Output tokens per second. {where(report)} Ceilings: {report['settings']['ceilings']}."
+    return section("Ten loads next to their bounds", text, [table(head, rows)])
+
+
 SERVED = {1: "h200-serve-llama-3.1-8b", 2: "h200-serve-llama-3.1-8b-tp2", 4: "h200-serve-llama-3.1-8b-tp4"}
 """Results of one model served, by number of GPUs."""
 SERVED_METRICS = ("output tokens a second", "TTFT p50", "TPOT p50", "CPU cores of the server")
@@ -472,6 +504,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "served": ("docs/performance.md", served_tables),
     "ranks": ("docs/performance.md", ranks_table),
     "startup": ("docs/performance.md", startup_table),
+    "loads": ("docs/performance.md", ten_loads_table),
     "ablation": ("docs/performance.md", ablation_table),
     "perplexity": ("docs/quantization.md", perplexity_table),
     "methods": ("docs/quantization.md", methods_tables),

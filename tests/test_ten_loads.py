@@ -182,6 +182,12 @@ def test_loads_run_on_a_tiny_model(length: str, whole: bool, loads: Any, tmp_pat
         assert rows["preemptions"]["value"] == 0
 
 
+def test_the_table_of_the_docs_has_the_metrics(loads: Any) -> None:
+    generator = (SCRIPTS.parent / "scripts" / "generate_docs.py").read_text(encoding="utf-8")
+    for metric in (loads.STEADY, loads.WHOLE, loads.SERIAL, loads.SERIAL_BEST, loads.OVERLAP):
+        assert f'"{metric}"' in generator
+
+
 def test_a_load_that_is_none_is_refused() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / "ten_loads.py"), "--loads", "1000"], capture_output=True, text=True, check=False
