@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.cli.bench.report import Row, report, write
-from engine.core.types import Request, RequestTimes, SamplingParams
+from engine.core.types import Output, Request, RequestTimes, SamplingParams
 from engine.server.front_end.otlp_spans import SpanEncoder
 from engine.server.front_end.request_trace import TRACE, GenerationTrace, RequestTrace, Tracer
 from engine.server.http.tracing import Tracing
@@ -30,6 +30,7 @@ HEADERS = [
 ]
 REQUEST = Request(id="chatcmpl-0-0", prompt=tuple(range(100)), params=SamplingParams(max_tokens=100))
 TIMES = RequestTimes(arrival=1.0, scheduled=1.1, first_token=1.2, finished=2.0)
+LAST = Output(request=REQUEST.id, tokens=(1,), finish_reason="length", times=TIMES)
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
@@ -39,7 +40,7 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
         trace.preparing = time.monotonic()
         trace.generation = GenerationTrace.of("chat", "model", "chatcmpl-0", [REQUEST], 1, True)
         trace.generation.begin_choice(0, TIMES, 0, True)
-        trace.generation.end_choice(0, "length", TIMES)
+        trace.generation.end_choice(0, "length", LAST)
         trace.generation.end({0: 100})
     await send({"type": "http.response.start", "status": 200, "headers": [(b"x-request-id", b"chatcmpl-0")]})
     await send({"type": "http.response.body", "body": b""})
