@@ -24,7 +24,7 @@ class Stored:
     """Request.salt of the sequence."""
     digests: list[bytes] = field(factory=list)
     tokens: list[bytes] = field(factory=list)
-    """Of each block, packed (core/tokens.py)."""
+    """Of one or several blocks each, packed (core/tokens.py)."""
 
 
 @define
@@ -57,24 +57,24 @@ class EventRecorder(CacheObserver):
             self._changes = []
         return changes
 
-    def stored(self, kind: int, entry: int, tokens: Sequence[int], chain: HashChain, index: int) -> None:
-        parent = chain.digest(tokens, index - 1) if index else None
+    def stored(self, kind: int, entries: Sequence[int], tokens: Sequence[int], chain: HashChain, first: int) -> None:
+        parent = chain.digest(tokens, first - 1) if first else None
         last = self._changes[-1] if self._changes else None
         if not (isinstance(last, Stored) and last.kind == kind and last.digests[-1] == parent):
             last = Stored(kind, parent, chain.salt)
             self._changes.append(last)
-        begin, end = index * self._block_size, (index + 1) * self._block_size
-        last.digests.append(chain.digest(tokens, index))
+        begin, end = first * self._block_size, (first + len(entries)) * self._block_size
+        last.digests += chain.between(tokens, first, first + len(entries))
         last.tokens.append(
             tokens.packed(begin, end) if isinstance(tokens, (GrowingTokens, Tokens)) else packed(tokens[begin:end])
         )
 
-    def removed(self, kind: int, entry: int, digest: bytes) -> None:
+    def removed(self, kind: int, digests: Sequence[bytes]) -> None:
         last = self._changes[-1] if self._changes else None
         if not (isinstance(last, Removed) and last.kind == kind):
             last = Removed(kind)
             self._changes.append(last)
-        last.digests.append(digest)
+        last.digests += digests
 
     def cleared(self) -> None:
         self._changes.append(Cleared())

@@ -232,9 +232,9 @@ class BlockManager:
         missing = -(-num_tokens // self.block_size) - len(blocks)
         if missing > len(self._free) + len(self._cached):
             return None
-        added = [self._take() for _ in range(missing)]
-        blocks += added
+        added = self._take_blocks(missing) if missing > 0 else []
         if added:
+            blocks += added
             self.updates.setdefault(sequence, []).extend(added)
         return added
 
@@ -358,15 +358,23 @@ class BlockManager:
 
     def _index(self, table: _Table, tokens: Sequence[int], chain: HashChain, end: int) -> None:
         """Index the first `end` blocks of a table."""
-        for index in range(table.indexed, end):
+        begin = table.indexed  # of the latest run of blocks that are indexed here
+        for index in range(begin, end):
             digest = chain.digest(tokens, index)
             if digest not in self._by_digest:
                 block = table.blocks[index]
                 self._by_digest[digest] = block
                 self._digests[block] = digest
-                if self._observer is not None:
-                    self._observer.stored(0, block, tokens, chain, index)
+            else:
+                self._notify_stored(table, tokens, chain, begin, index)
+                begin = index + 1
             table.indexed = index + 1
+        self._notify_stored(table, tokens, chain, begin, end)
+
+    def _notify_stored(self, table: _Table, tokens: Sequence[int], chain: HashChain, begin: int, end: int) -> None:
+        """Notify the observer of the blocks of a table from index `begin` to `end`, if there are any."""
+        if self._observer is not None and begin < end:
+            self._observer.stored(0, table.blocks[begin:end], tokens, chain, begin)
 
     def _reference(self, block: int) -> None:
         """Count another user of an indexed block."""
@@ -392,19 +400,31 @@ class BlockManager:
         del self._by_digest[digest]
         self._digests[block] = None
         if self._observer is not None:
-            self._observer.removed(0, block, digest)
+            self._observer.removed(0, (digest,))
 
-    def _take(self) -> int:
-        """Take a free block, or evict the least recently used cached one."""
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._cached.popitem(last=False)
-            if self._observer is not None:
-                self._observer.evicted(block)
-            self._unindex(block)
-        self._references[block] = 1
-        self._claimed[block] = 0
+    def _take_blocks(self, count: int) -> list[int]:
+        """Take free blocks, or evict the least recently used cached ones."""
+        free, references, claimed = self._free, self._references, self._claimed
+        blocks = [free.pop() for _ in range(min(count, len(free)))]
+        if len(blocks) < count:
+            blocks += self._evict(count - len(blocks))
+        for block in blocks:
+            references[block] = 1
+            claimed[block] = 0
         if self._observer is not None:
-            self._observer.allocated(block)
-        return block
+            self._observer.allocated(blocks)
+        return blocks
+
+    def _evict(self, count: int) -> list[int]:
+        """Remove the least recently used cached blocks from the prefix cache."""
+        blocks, evicted = [self._cached.popitem(last=False)[0] for _ in range(count)], []
+        for block in blocks:
+            digest = self._digests[block]
+            assert digest is not None
+            del self._by_digest[digest]
+            self._digests[block] = None
+            evicted.append(digest)
+        if self._observer is not None:
+            self._observer.evicted(blocks)
+            self._observer.removed(0, evicted)
+        return blocks

@@ -59,11 +59,13 @@ class CacheMetrics(CacheObserver):
         self._tenants: dict[str, list[int]] = {}  # by salt: prompt tokens looked up and found
         self._others = [0, 0]
 
-    def allocated(self, entry: int) -> None:
-        # An earlier record is of content that was not cached, or removed for another reason than its eviction.
-        self._records.pop(entry, None)
-        if self._random.random() < self._sample:
-            self._records[entry] = _Record(self._clock())
+    def allocated(self, entries: Sequence[int]) -> None:
+        records, draw, sample = self._records, self._random.random, self._sample
+        for entry in entries:
+            if entry in records:  # of content that was not cached, or removed for another reason than its eviction
+                del records[entry]
+            if draw() < sample:
+                records[entry] = _Record(self._clock())
 
     def reused(self, entries: Sequence[int]) -> None:
         sampled = self._records.keys() & entries
@@ -77,26 +79,28 @@ class CacheMetrics(CacheObserver):
                 record.reuses = deque(maxlen=REUSES)
             record.reuses.append(now)
 
-    def evicted(self, entry: int) -> None:
-        record = self._records.pop(entry, None)
-        if record is None:
-            return
+    def evicted(self, entries: Sequence[int]) -> None:
+        for entry in entries:
+            if entry in self._records:
+                self._observe_end(self._records.pop(entry))
+
+    def _observe_end(self, record: _Record) -> None:
         now, reuses = self._clock(), record.reuses or ()
         self._lifetime.observe(now - record.allocated)
         self._idle.observe(now - (reuses[-1] if reuses else record.allocated))
         for earlier, later in pairwise(reuses):
             self._reuse_gap.observe(later - earlier)
 
-    def stored(self, kind: int, entry: int, tokens: Sequence[int], chain: HashChain, index: int) -> None:
+    def stored(self, kind: int, entries: Sequence[int], tokens: Sequence[int], chain: HashChain, first: int) -> None:
         tree = self._trees[kind]
         if tree is not None:
-            parent = chain.digest(tokens, index - 1) if index else None
-            tree.add(entry, chain.digest(tokens, index), parent)
+            parent = chain.digest(tokens, first - 1) if first else None
+            tree.add(entries, chain.between(tokens, first, first + len(entries)), parent)
 
-    def removed(self, kind: int, entry: int, digest: bytes) -> None:
+    def removed(self, kind: int, digests: Sequence[bytes]) -> None:
         tree = self._trees[kind]
         if tree is not None:
-            tree.remove(digest)
+            tree.remove(digests)
 
     def cleared(self) -> None:
         for tree in self._trees:

@@ -11,26 +11,27 @@ class CacheObserver:
     """Is notified of changes of the KV cache; each method here does nothing.
 
     An entry is what a block table holds at one index: a block, or as many as its kind of layers has groups, known by
-    the number of the first. A kind is given by its index in CacheInfo.kinds.
+    the number of the first. A kind is given by its index in CacheInfo.kinds. Entries that change together are reported
+    together, since thousands change per second.
     """
 
-    def allocated(self, entry: int) -> None:
-        """A sequence has got an entry for new tokens."""
+    def allocated(self, entries: Sequence[int]) -> None:
+        """A sequence has got entries for new tokens."""
 
     def reused(self, entries: Sequence[int]) -> None:
         """A new sequence begins with these entries of earlier sequences."""
 
-    def stored(self, kind: int, entry: int, tokens: Sequence[int], chain: HashChain, index: int) -> None:
-        """An entry can be found in the prefix cache; its tokens may still be computed by a step in progress.
+    def stored(self, kind: int, entries: Sequence[int], tokens: Sequence[int], chain: HashChain, first: int) -> None:
+        """Entries can be found in the prefix cache; their tokens may still be computed by a step in progress.
 
-        It is the full block at `index` of `tokens`, whose digests `chain` computes.
+        They are consecutive full blocks of `tokens`, from index `first` on, whose digests `chain` computes.
         """
 
-    def evicted(self, entry: int) -> None:
-        """A cached entry is about to be removed, because its blocks are needed."""
+    def evicted(self, entries: Sequence[int]) -> None:
+        """Cached entries are removed, because their blocks are needed; `removed` follows."""
 
-    def removed(self, kind: int, entry: int, digest: bytes) -> None:
-        """An entry can no longer be found in the prefix cache."""
+    def removed(self, kind: int, digests: Sequence[bytes]) -> None:
+        """The entries with these digests can no longer be found in the prefix cache."""
 
     def cleared(self) -> None:
         """No entry can be found any more."""
@@ -42,25 +43,25 @@ class CacheObservers(CacheObserver):
     def __init__(self, observers: Sequence[CacheObserver]) -> None:
         self._observers = tuple(observers)
 
-    def allocated(self, entry: int) -> None:
+    def allocated(self, entries: Sequence[int]) -> None:
         for observer in self._observers:
-            observer.allocated(entry)
+            observer.allocated(entries)
 
     def reused(self, entries: Sequence[int]) -> None:
         for observer in self._observers:
             observer.reused(entries)
 
-    def stored(self, kind: int, entry: int, tokens: Sequence[int], chain: HashChain, index: int) -> None:
+    def stored(self, kind: int, entries: Sequence[int], tokens: Sequence[int], chain: HashChain, first: int) -> None:
         for observer in self._observers:
-            observer.stored(kind, entry, tokens, chain, index)
+            observer.stored(kind, entries, tokens, chain, first)
 
-    def evicted(self, entry: int) -> None:
+    def evicted(self, entries: Sequence[int]) -> None:
         for observer in self._observers:
-            observer.evicted(entry)
+            observer.evicted(entries)
 
-    def removed(self, kind: int, entry: int, digest: bytes) -> None:
+    def removed(self, kind: int, digests: Sequence[bytes]) -> None:
         for observer in self._observers:
-            observer.removed(kind, entry, digest)
+            observer.removed(kind, digests)
 
     def cleared(self) -> None:
         for observer in self._observers:

@@ -234,7 +234,7 @@ class GroupedBlockManager(BlockManager):
                     entry = indexed[digest] = table.entries[index - table.first]
                     self._digests[entry] = digest
                     if self._observer is not None:
-                        self._observer.stored(kind, entry, tokens, chain, index)
+                        self._observer.stored(kind, (entry,), tokens, chain, index)
             table.indexed = max(table.indexed, end)
         while state.pending and (index := next(iter(state.pending))) < end:
             self._forget_pending(state.pending.pop(index))
@@ -365,13 +365,13 @@ class GroupedBlockManager(BlockManager):
         added: list[int] = []
         groups = self.kinds[kind].groups
         for _ in range(table.end, end):
-            blocks = tuple(self._take() for _ in range(groups))
+            blocks = tuple(self._take_blocks(groups))
             entry = blocks[0]
             self._blocks_of[entry] = blocks
             self._kind_of[entry] = kind
             self._references[entry] = 1
             if self._observer is not None:
-                self._observer.allocated(entry)
+                self._observer.allocated((entry,))
             table.entries.append(entry)
             added += blocks
         self._used_by_kind[kind] += len(added)
@@ -379,12 +379,17 @@ class GroupedBlockManager(BlockManager):
             self.updates.setdefault(sequence * len(self.kinds) + kind, []).extend(added)
         return added
 
+    def _take_blocks(self, count: int) -> list[int]:
+        """Take blocks, which `_grow` makes an entry of."""
+        return [self._take() for _ in range(count)]
+
     def _take(self) -> int:
+        """Take a free block, or one of the least recently used cached entry, which is removed."""
         if self._free:
             return self._free.pop()
         entry, _ = self._cached.popitem(last=False)
         if self._observer is not None:
-            self._observer.evicted(entry)
+            self._observer.evicted((entry,))
         self._unindex(entry)
         self._count_cached(entry, -1)
         block, *others = self._blocks_of[entry]
@@ -416,7 +421,7 @@ class GroupedBlockManager(BlockManager):
         del self._indices[self._kind_of[block]][digest]
         self._digests[block] = None
         if self._observer is not None:
-            self._observer.removed(self._kind_of[block], block, digest)
+            self._observer.removed(self._kind_of[block], (digest,))
 
     def _count_cached(self, entry: int, sign: int) -> None:
         count = sign * len(self._blocks_of[entry])

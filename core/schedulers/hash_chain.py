@@ -92,6 +92,12 @@ class HashChain:
             self._extend(tokens, count)
         return self._digests[:count]
 
+    def between(self, tokens: Sequence[int], first: int, end: int) -> list[bytes]:
+        """Digests of the full blocks of `tokens` from index `first` to `end`."""
+        if len(self._digests) < end:
+            self._extend(tokens, end)
+        return self._digests[first:end]
+
     def _extend(self, tokens: Sequence[int], count: int) -> None:
         """Compute the digests of the first `count` blocks."""
         digests, size = self._digests, self._block_size

@@ -2,83 +2,132 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import TypeVar
 
-class _Node:
-    """One entry in the prefix cache. children: by digest; None: none so far."""
+Key = TypeVar("Key", int, bytes)
 
-    __slots__ = ("children", "entry", "parent", "reachable")
-
-    def __init__(self, entry: int, parent: bytes | None) -> None:
-        self.entry = entry
-        self.parent = parent
-        self.children: dict[bytes, _Node] | None = None
-        self.reachable = True
+Entries = int | set[int]
+"""One entry, or several: nearly all entries are followed by one at most, which needs no set."""
 
 
 class PrefixTree:
     """The entries of one kind of layers by their digests; each is behind the one of its parent digest.
 
     An entry is reachable if all entries before it, up to the start of the sequence, are there.
+
+    Thousands of entries come and go per second. So a sequence of them is added by a few calls, and there are no objects
+    per entry, which garbage collections would have to scan.
     """
 
     def __init__(self) -> None:
         self.unreachable: set[int] = set()
         """The entries that are not reachable."""
-        self._nodes: dict[bytes, _Node] = {}
-        self._orphans: dict[bytes, dict[bytes, _Node]] = {}
-        """Entries whose parent is missing, by its digest."""
+        self._entries: dict[bytes, int] = {}
+        self._parents: dict[int, int | bytes] = {}
+        """The entry before each entry, or its digest if it is missing; not those that begin a sequence."""
+        self._children: dict[int, Entries] = {}
+        """The entries directly behind each entry that has any."""
+        self._orphans: dict[bytes, Entries] = {}
+        """The same, for the digests of missing entries."""
 
-    def add(self, entry: int, digest: bytes, parent: bytes | None) -> None:
-        """Add an entry. parent: digest of the block before it; None: it is the first of its sequence."""
-        node = self._nodes[digest] = _Node(entry, parent)
+    def add(self, entries: Sequence[int], digests: Sequence[bytes], parent: bytes | None) -> None:
+        """Add entries, each behind the one before. parent: digest before the first; None: that begins its sequence."""
+        first, reachable = entries[0], True
         if parent is not None:
-            before = self._nodes.get(parent)
+            before = self._entries.get(parent)
             if before is None:
-                self._orphans.setdefault(parent, {})[digest] = node
-                node.reachable = False
+                self._parents[first] = parent
+                _attach(self._orphans, parent, first)
+                reachable = False
             else:
-                if before.children is None:
-                    before.children = {}
-                before.children[digest] = node
-                node.reachable = before.reachable
-        if not node.reachable:
-            self.unreachable.add(entry)
+                self._parents[first] = before
+                if before in self._children:
+                    _attach(self._children, before, first)
+                else:
+                    self._children[before] = first
+                reachable = before not in self.unreachable
+        if len(entries) == 1:
+            self._entries[digests[0]] = first
+        else:
+            self._entries.update(zip(digests, entries, strict=True))
+            self._parents.update(zip(entries[1:], entries, strict=False))
+            self._children.update(pairwise(entries))
+        if not reachable:
+            self.unreachable.update(entries)
         if self._orphans:
-            node.children = self._orphans.pop(digest, None)
-            if node.children and node.reachable:
-                self._mark(node, reachable=True)
+            self._adopt(entries, digests, reachable)
 
-    def remove(self, digest: bytes) -> None:
-        """Remove an entry; those behind it become unreachable."""
-        node = self._nodes.pop(digest)
-        if node.parent is not None:
-            before = self._nodes.get(node.parent)
-            siblings = self._orphans[node.parent] if before is None else before.children
-            assert siblings is not None
-            del siblings[digest]
-            if before is None and not siblings:
-                del self._orphans[node.parent]
-        self.unreachable.discard(node.entry)
-        if node.children:
-            self._orphans[digest] = node.children
-            if node.reachable:
-                self._mark(node, reachable=False)
+    def remove(self, digests: Sequence[bytes]) -> None:
+        """Remove entries; those behind them become unreachable."""
+        entries, parents, children = self._entries, self._parents, self._children
+        for digest in digests:
+            entry = entries.pop(digest)
+            before = parents.pop(entry, None)
+            if isinstance(before, int):
+                if children[before] == entry:
+                    del children[before]
+                else:
+                    _detach(children, before, entry)
+            elif before is not None:
+                _detach(self._orphans, before, entry)
+            if self.unreachable:
+                self.unreachable.discard(entry)
+            if entry in children:
+                behind = self._orphans[digest] = children.pop(entry)
+                parents.update(dict.fromkeys(_each(behind), digest))
+                self._mark(_each(behind), reachable=False)
 
     def clear(self) -> None:
         """Remove all entries."""
         self.unreachable.clear()
-        self._nodes.clear()
+        self._entries.clear()
+        self._parents.clear()
+        self._children.clear()
         self._orphans.clear()
 
-    def _mark(self, node: _Node, *, reachable: bool) -> None:
-        """Change all that is behind a node."""
-        behind = [*(node.children or {}).values()]
-        while behind:
-            node = behind.pop()
-            node.reachable = reachable
-            if reachable:
-                self.unreachable.discard(node.entry)
-            else:
-                self.unreachable.add(node.entry)
-            if node.children:
-                behind += node.children.values()
+    def _adopt(self, entries: Sequence[int], digests: Sequence[bytes], reachable: bool) -> None:
+        """Join new entries with those behind them that were there before."""
+        for entry, digest in zip(entries, digests, strict=True):
+            if digest in self._orphans:
+                behind = list(_each(self._orphans.pop(digest)))
+                for child in behind:
+                    self._parents[child] = entry
+                    _attach(self._children, entry, child)
+                if reachable:
+                    self._mark(behind, reachable=True)
+
+    def _mark(self, entries: Iterable[int], *, reachable: bool) -> None:
+        """Change entries and all that is behind them."""
+        change = self.unreachable.discard if reachable else self.unreachable.add
+        marked = list(entries)
+        while marked:
+            entry = marked.pop()
+            change(entry)
+            if entry in self._children:
+                marked += _each(self._children[entry])
+
+
+def _each(entries: Entries) -> Iterable[int]:
+    return (entries,) if isinstance(entries, int) else entries
+
+
+def _attach(behind: dict[Key, Entries], before: Key, entry: int) -> None:
+    """Add an entry to those behind `before`."""
+    others = behind.setdefault(before, entry)
+    if isinstance(others, set):
+        others.add(entry)
+    elif others != entry:
+        behind[before] = {others, entry}
+
+
+def _detach(behind: dict[Key, Entries], before: Key, entry: int) -> None:
+    """Remove an entry from those behind `before`."""
+    others = behind[before]
+    if isinstance(others, set):
+        others.remove(entry)
+        if len(others) == 1:
+            behind[before] = others.pop()
+    else:
+        del behind[before]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from random import Random
 from typing import Any, NamedTuple
 
@@ -209,25 +210,21 @@ class CacheLoad:
 
 def _wrap(blocks: BlockManager, note: Any) -> None:
     """Make a block manager note what it allocates, reuses and evicts."""
-    take, allocate = blocks._take, blocks.allocate
-
-    def noted_take() -> int:
-        if not blocks._free:
-            note("evicted", next(iter(blocks._cached)))
-        block = take()
-        if not isinstance(blocks, GroupedBlockManager):
-            note("allocated", block)
-        return block
+    allocate = blocks.allocate
 
     def noted_allocate(sequence: int, num_tokens: int, cached: Sequence[int] = ()) -> list[int] | None:
         if blocks.can_allocate(num_tokens, cached):
             note("reused", *cached)
         return allocate(sequence, num_tokens, cached)
 
-    blocks._take = noted_take  # type: ignore[method-assign]
     blocks.allocate = noted_allocate  # type: ignore[method-assign]
     if isinstance(blocks, GroupedBlockManager):
-        grow = blocks._grow
+        take, grow = blocks._take, blocks._grow
+
+        def noted_take() -> int:
+            if not blocks._free:
+                note("evicted", next(iter(blocks._cached)))
+            return take()
 
         def noted_grow(sequence: int, kind: int, table: KindTable, end: int) -> list[int]:
             before = len(table.entries)
@@ -235,4 +232,15 @@ def _wrap(blocks: BlockManager, note: Any) -> None:
             note("allocated", *table.entries[before:])
             return added
 
+        blocks._take = noted_take  # type: ignore[method-assign]
         blocks._grow = noted_grow  # type: ignore[method-assign]
+    else:
+        take_blocks = blocks._take_blocks
+
+        def noted_take_blocks(count: int) -> list[int]:
+            note("evicted", *islice(blocks._cached, max(count - len(blocks._free), 0)))
+            taken = take_blocks(count)
+            note("allocated", *taken)
+            return taken
+
+        blocks._take_blocks = noted_take_blocks  # type: ignore[method-assign]

@@ -172,8 +172,7 @@ def test_only_unfilled_slots_are_counted_without_prefix_caching() -> None:
 def test_sampling_is_repeatable_and_near_its_share() -> None:
     def sampled(seed: int) -> list[int]:
         metrics = CacheMetrics(sample=0.01, seed=seed)
-        for entry in range(10_000):
-            metrics.allocated(entry)
+        metrics.allocated(range(10_000))
         return list(metrics._records)
 
     assert sampled(1) == sampled(1) != sampled(2)
@@ -205,18 +204,18 @@ def test_tenant_without_salt_is_unsalted() -> None:
 def test_prefix_tree_knows_what_is_behind_a_missing_block() -> None:
     digests = HashChain(1).first(range(5), 5)
     tree = PrefixTree()
-    for entry, (digest, parent) in enumerate(zip(digests, [None, *digests], strict=False)):
-        tree.add(entry, digest, parent)
-    tree.add(9, b"branch", digests[0])
-    tree.remove(digests[1])
+    tree.add((0, 1), digests[:2], None)
+    tree.add((2, 3, 4), digests[2:], digests[1])
+    tree.add((9,), (b"branch",), digests[0])
+    tree.remove((digests[1],))
     assert tree.unreachable == {2, 3, 4}
-    tree.remove(digests[3])
+    tree.remove((digests[3],))
     assert tree.unreachable == {2, 4}
-    tree.add(7, digests[1], digests[0])
+    tree.add((7,), (digests[1],), digests[0])
     assert tree.unreachable == {4}
-    tree.add(8, digests[3], digests[2])
+    tree.add((8,), (digests[3],), digests[2])
     assert tree.unreachable == set()
-    tree.remove(digests[0])
+    tree.remove((digests[0],))
     assert tree.unreachable == {2, 4, 7, 8, 9}
     tree.clear()
     assert tree.unreachable == set()
@@ -230,12 +229,40 @@ def test_prefix_tree_forgets_all_once_every_block_is_removed() -> None:
     for _ in range(20):
         random.shuffle(order)
         for digest in order:
-            tree.add(digest[0], digest, digests[digest])
+            tree.add((digest[0],), (digest,), digests[digest])
         assert tree.unreachable == set()
         random.shuffle(order)
         for digest in order:
-            tree.remove(digest)
-        assert (tree.unreachable, tree._nodes, tree._orphans) == (set(), {}, {})
+            tree.remove((digest,))
+        held = (tree.unreachable, tree._entries, tree._parents, tree._children, tree._orphans)
+        assert not any(held)
+
+
+def test_prefix_tree_equals_a_search_after_any_order_of_runs() -> None:
+    random, tree = Random(5), PrefixTree()
+    paths = [bytes(random.choices(b"ab", k=random.randint(1, 5))) for _ in range(6)]  # a digest is the path to a block
+    entries: dict[bytes, int] = {}
+    free, met = list(range(200)), 0
+    for _ in range(3000):
+        path = random.choice(paths)
+        begin = random.choice((0, random.randint(0, len(path) - 1)))
+        run = [path[: end + 1] for end in range(begin, random.randint(begin + 1, len(path)))]
+        if random.random() < 0.6:
+            if not any(digest in entries for digest in run):
+                entries |= {digest: free.pop() for digest in run}
+                tree.add([entries[digest] for digest in run], run, path[:begin] or None)
+        else:
+            left = [digest for digest in reversed(run) if digest in entries]
+            tree.remove(left)
+            free += [entries.pop(digest) for digest in left]
+        lost = {
+            entry
+            for digest, entry in entries.items()
+            if not all(digest[: end + 1] in entries for end in range(len(digest)))
+        }
+        assert tree.unreachable == lost
+        met += bool(lost)
+    assert 300 < met < 2700
 
 
 def test_windows_count_no_unreachable_blocks() -> None:

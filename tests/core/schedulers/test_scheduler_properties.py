@@ -147,15 +147,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.longest = min(max_len, self.blocks.max_tokens + 1)
         self.steps_ahead = steps_ahead
         self.runner = FakeRunner(BLOCK_SIZE, kinds, has_state=states > 0)
-        take = self.blocks._take
+        take = self.blocks._take_blocks
 
         self.taken: list[int] = []
 
-        def note_taken() -> int:
-            self.taken.append(take())
-            return self.taken[-1]
+        def note_taken(count: int) -> list[int]:
+            blocks = take(count)
+            self.taken += blocks
+            return blocks
 
-        self.blocks._take = note_taken  # type: ignore[method-assign]
+        self.blocks._take_blocks = note_taken  # type: ignore[method-assign]
         self.in_flight: deque[tuple[Step, StepResult]] = deque()
         self.outputs: dict[str, list[Output]] = {}
         self.admitted: list[int] = []  # requests in the order of their first admission
