@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import overload
 
 TOKEN_TYPE = "i"
@@ -18,9 +19,15 @@ TOKEN_BYTES = array(TOKEN_TYPE).itemsize
 def packed(ids: Sequence[int]) -> bytes:
     """Token ids as the bytes of `Tokens.pack`. Raises TypeError or OverflowError for what is no int32."""
     try:
-        return struct.Struct(f"{len(ids)}{TOKEN_TYPE}").pack(*ids)  # takes half the time of an array
+        return _form(len(ids)).pack(*ids)  # takes half the time of an array
     except struct.error:
         return array(TOKEN_TYPE, ids).tobytes()  # which says what is wrong
+
+
+@lru_cache(64)
+def _form(count: int) -> struct.Struct:
+    """Packs this many tokens."""
+    return struct.Struct(f"{count}{TOKEN_TYPE}")
 
 
 class Tokens(Sequence[int]):

@@ -26,6 +26,9 @@ from engine.core.kv_events.wire import BatchEncoder
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 MAX_REQUEST_BYTES = 1024
 """A longer request for a replay closes its connection."""
+PAUSE = 0.005
+"""Seconds between the first batch and its sending, in which further batches gather: waking the thread, and having it
+compete with the steps for the interpreter's lock, costs more than sending a batch."""
 LINGER_MS = 1000
 """Time that batches have to leave when the publisher is closed, milliseconds."""
 
@@ -58,6 +61,8 @@ class Publisher:
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        self._awake = False
+        """Whether the thread will look into the queue without being woken."""
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
@@ -69,7 +74,9 @@ class Publisher:
             self.dropped += 1
             return
         self._queue.append((number, time.time(), changes))
-        self._wake(b"")
+        if not self._awake:
+            self._awake = True
+            self._wake(b"")
 
     def close(self) -> None:
         """Send what is queued, as far as readers take it within a second, and close the sockets."""
@@ -111,6 +118,9 @@ class Publisher:
                 ready = dict(poller.poll())
                 if self._receiver in ready:
                     stopping = self._receiver.recv() == b"stop"
+                    if not stopping:
+                        time.sleep(PAUSE)
+                    self._awake = False  # before the queue is looked into, so that no later batch is left there
                 while self._queue:
                     self._send(*self._queue.popleft())
                 if self._router is not None and self._router in ready:

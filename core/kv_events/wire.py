@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from struct import Struct
 from typing import Any
 
 import msgspec
 
 from engine.core.kv_events.recorder import Change, Cleared, Removed, Stored
+from engine.core.schedulers.hash_chain import DIGEST_BYTES
 from engine.core.tokens import TOKEN_TYPE
 from engine.core.types import BlockKind
 
+HASH = Struct(f">{DIGEST_BYTES - 8}xQ")
+"""A digest, of which the hash is a part."""
 MEDIUM = "GPU"
 """Where blocks are: vLLM's name for the cache in the memory of the model's own device, whatever device that is."""
 
@@ -31,6 +35,10 @@ class BatchEncoder:
         self._encoder = msgspec.msgpack.Encoder()
         # Some readers of arrays know no groups, and take what follows extra_keys for something else.
         self._groups = [{} if arrays and len(kinds) == 1 else _group(number, kind) for number, kind in enumerate(kinds)]
+        self._removed = [
+            {name: value for name, value in group.items() if name == "group_idx"} for group in self._groups
+        ]
+        """Of a kind, the fields of removed blocks that say which layers they are for."""
 
     def encode(self, seconds: float, changes: Sequence[Change]) -> bytes:
         """One batch. seconds: time.time() of the changes."""
@@ -44,8 +52,8 @@ class BatchEncoder:
             case Stored():
                 return self._stored(change)
             case Removed(kind, digests):
-                group = {name: value for name, value in self._groups[kind].items() if name == "group_idx"}
-                return {"type": "BlockRemoved", "block_hashes": _hashes(digests), "medium": MEDIUM, **group}
+                hashes = _hashes(digests)
+                return {"type": "BlockRemoved", "block_hashes": hashes, "medium": MEDIUM, **self._removed[kind]}
             case Cleared():
                 return {"type": "AllBlocksCleared"}
 
@@ -72,7 +80,7 @@ def block_hash(digest: bytes) -> int:
 
 
 def _hashes(digests: Sequence[bytes]) -> list[int]:
-    return [block_hash(digest) for digest in digests]
+    return [found for (found,) in HASH.iter_unpack(b"".join(digests))]
 
 
 def _group(number: int, kind: BlockKind) -> dict[str, Any]:

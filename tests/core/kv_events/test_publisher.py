@@ -129,6 +129,22 @@ def test_late_reader_gets_earlier_batches_by_a_replay(open_socket: Open, config:
         assert replay(open_socket, settings.replay_endpoint, 20) == []
 
 
+def test_batches_that_come_together_wake_the_thread_once(
+    open_socket: Open, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.core.kv_events.publisher.PAUSE", 0.3)
+    settings = config()
+    with publishing(settings) as publisher:
+        wake, woken = publisher._wake, []
+        monkeypatch.setattr(publisher, "_wake", lambda message: (woken.append(message), wake(message)))
+        for number in range(50):
+            publisher.publish(change(number))
+        while len(found := replay(open_socket, settings.replay_endpoint, 0)) < 50:
+            pass
+        assert 1 <= len(woken) <= 5  # more than one if this thread was stopped for longer than the pause
+    assert [(number, numbers(batch)) for number, batch in found] == [(number, [number]) for number in range(50)]
+
+
 def test_replay_answers_a_plain_request_socket(open_socket: Open, config: Any) -> None:
     settings = config()
     with publishing(settings):
