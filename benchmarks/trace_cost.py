@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ HEADERS = [
     (b"content-length", b"100"),
 ]
 REQUEST = Request(id="chatcmpl-0-0", prompt=tuple(range(100)), params=SamplingParams(max_tokens=100))
+NUMBERS = count()
 TIMES = RequestTimes(arrival=1.0, scheduled=1.1, first_token=1.2, finished=2.0)
 LAST = Output(request=REQUEST.id, tokens=(1,), finish_reason="length", times=TIMES)
 
@@ -38,11 +40,13 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
     trace: RequestTrace | None = scope["state"].get(TRACE)
     if trace is not None:
         trace.preparing = time.monotonic()
-        trace.generation = GenerationTrace.of("chat", "model", "chatcmpl-0", [REQUEST], 1, True)
+        name = f"chatcmpl-{next(NUMBERS)}"
+        trace.generation = GenerationTrace.of("chat", "model", name, [REQUEST], 1, True)
         trace.generation.begin_choice(0, TIMES, 0, True)
         trace.generation.end_choice(0, "length", LAST)
         trace.generation.end({0: 100})
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"x-request-id", b"chatcmpl-0")]})
+    head = [(b"x-request-id", b"%d" % next(NUMBERS))]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
     await send({"type": "http.response.body", "body": b""})
 
 
