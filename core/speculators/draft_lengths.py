@@ -101,7 +101,9 @@ class DraftLengths:
         self._chosen_from: Sequence[tuple[str, int]] = ()
         """The proposals from which drafts of this step were chosen; none: no drafts were."""
         self._prepared: tuple[Sequence[tuple[str, int]], list[int]] | None = None
-        """The proposals that the next step is expected to have, and the choice; None: nothing is prepared."""
+        """The proposals that this step is expected to have, and the choice; None: nothing is prepared."""
+        self._counted = False
+        """Whether the times of the next step are estimated, if it has the rows of this one."""
 
     def begin(self, rows: int, tokens: int) -> bool:
         """Begin a step; False: no draft can pay in this step, so `limit` need not be called.
@@ -111,9 +113,10 @@ class DraftLengths:
         if self._waited:  # in vain
             self._probes.spend(self._waiting_time)
             self._waited = False
-        if self._prepared is None or (rows, tokens) != (self._rows, self._tokens):
+        if not self._counted or (rows, tokens) != (self._rows, self._tokens):
             self._prepared = None
             self._count(rows, tokens)
+        self._counted = False
         self._probes.begin(self._time, self._cost)
         if self._pause_left:
             self._pause_left -= 1
@@ -199,6 +202,7 @@ class DraftLengths:
         if self._chosen_from:
             self._count(self._rows, self._tokens)
             self._prepared = self._chosen_from, self._most_per_time(self._chosen_from)
+            self._counted = True
 
     def _most_per_time(self, proposals: Sequence[tuple[str, int]], *, known: bool = True) -> list[int]:
         """How many drafts of each proposal make most tokens per time. known: whether the tokens before the drafts are

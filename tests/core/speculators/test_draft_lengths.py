@@ -197,6 +197,21 @@ def test_a_prepared_choice_is_used_once_and_takes_no_time_in_the_step(monkeypatc
     assert calls == ["_count", "_most_per_time"], "in the second step only"
 
 
+def test_what_was_prepared_holds_for_one_step_also_if_that_has_no_proposals() -> None:
+    costs, plain = (StepCosts([(1, 10.0), (16, 11.0)]) for _ in range(2))
+    lengths = DraftLengths(costs, 4, plain=plain)
+    lengths.begin(1, 1)
+    assert any(lengths.choose([("a", 4)]))
+    lengths.prepare()
+    lengths.begin(1, 1)
+    for _ in range(400):
+        for rows in (2, 3, 4, 5):
+            costs.observe(rows, 100.0)
+    lengths.begin(1, 1)
+    assert lengths.limit("a") == 0
+    assert lengths.choose([("a", 4)]) == [0]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_choice_is_that_of_a_search_through_all_choices(seed: int) -> None:
     pick = np.random.default_rng(seed)
