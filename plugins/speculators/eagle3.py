@@ -16,7 +16,7 @@ from engine.plugins.speculators.eagle3_config import is_eagle3, parse_eagle3
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine.core.layers import LayerFactory
+    from engine.core.layers import HeadNorm, LayerFactory, RMSNorm
     from engine.core.models import ForwardPass
 
 
@@ -24,7 +24,8 @@ class Eagle3(DeviceSpeculator[None]):
     """Row i takes the hidden states of the model at token i and the embedding of token i + 1.
 
     The hidden states of three layers, side by side, become one by a linear layer; while a proposal is made, the layer's
-    own output stands for it.
+    own output stands for it. Heads differ in what is normed: nothing before the linear layer, all its input or that of
+    each layer (EAGLE 3.1); and in whether the output that is passed on is normed.
     """
 
     api = "2"
@@ -53,8 +54,14 @@ class Eagle3(DeviceSpeculator[None]):
         size, eps = config.hidden_size, config.norm_eps
         name = "midlayer" if layers.stores("midlayer.self_attn.q_proj") else "layers.0"
         attention = f"{name}.self_attn"
-        self._norm_before_residual = config.norm_before_residual
-        self._fc = layers.linear([("fc", size)], len(config.hidden_layers) * spec.target.hidden_size)
+        self._norm_before_residual, self._norm_output = config.norm_before_residual, config.norm_output
+        states, target_size = len(config.hidden_layers), spec.target.hidden_size
+        self._input_norms: list[RMSNorm] = []
+        if config.norm_before_fc:
+            self._input_norms = [layers.norm("input_norm", states * target_size, eps)]
+        elif config.fc_norm:
+            self._input_norms = [layers.norm(f"fc_norm.{place}", target_size, eps) for place in range(states)]
+        self._fc = layers.linear([("fc", size)], states * target_size)
         self._embedding = _embedding(spec, layers, size)
         self._embedding_norm = layers.norm(f"{name}.input_layernorm", size, eps)
         self._hidden_norm = layers.norm(f"{name}.hidden_norm", size, eps)
@@ -66,13 +73,13 @@ class Eagle3(DeviceSpeculator[None]):
             head_dim=config.head_dim,
             bias=config.bias,
         )
-        self._attention = layers.attention(
-            0,
-            layers.shard(config.num_heads, "query heads"),
-            layers.shard_kv_heads(config.num_kv_heads),
-            config.head_dim,
-            name=attention,
-        )
+        heads, kv_heads = layers.shard(config.num_heads, "query heads"), layers.shard_kv_heads(config.num_kv_heads)
+        head_norm: HeadNorm | None = None
+        if layers.stores(f"{attention}.q_norm"):  # as a layer of Qwen3 has
+            head_norm = layers.head_norm(
+                [(f"{attention}.q_norm", heads), (f"{attention}.k_norm", kv_heads)], config.head_dim, eps
+            )
+        self._attention = layers.attention(0, heads, kv_heads, config.head_dim, head_norm, attention)
         self._output = layers.partial_linear(
             f"{attention}.o_proj", size, config.num_heads * config.head_dim, bias=config.bias
         )
@@ -89,16 +96,25 @@ class Eagle3(DeviceSpeculator[None]):
     def observe(self, run: ForwardPass, target: TargetRows) -> torch.Tensor:
         assert target.hidden is not None, "the shape asks for hidden states"
         assert target.next_tokens is not None, "the speculator looks ahead"
-        return self._forward(run, target.next_tokens, self._fc(target.hidden))
+        return self._forward(run, target.next_tokens, self._fc(self._normed_input(target.hidden)))
 
     def advance(self, run: ForwardPass, hidden: torch.Tensor) -> torch.Tensor:
         return self._forward(run, run.batch.tokens, hidden)
 
     def choose(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._targets(self._head.greedy(self._norm(hidden)[0])[1])
+        normed = hidden if self._norm_output else self._norm(hidden)[0]
+        return self._targets(self._head.greedy(normed)[1])
+
+    def _normed_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The hidden states of the target's layers, side by side: [tokens, layers * hidden_size of the target]."""
+        norms = self._input_norms
+        if not norms:
+            return hidden
+        parts = hidden.chunk(len(norms), -1)
+        return torch.cat([norm(part.contiguous())[0] for norm, part in zip(norms, parts, strict=True)], -1)
 
     def _forward(self, run: ForwardPass, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The layer's output before the last norm. tokens: [rows] int64; hidden: [rows, hidden_size]."""
+        """The layer's output, before the last norm or after it. tokens: [rows] int64; hidden: [rows, hidden_size]."""
         normed, residual = self._hidden_norm(hidden)
         if self._norm_before_residual:
             residual = normed
@@ -107,7 +123,8 @@ class Eagle3(DeviceSpeculator[None]):
         attended = self._attention(run, self._qkv(torch.cat((embedded, normed), -1)), angles)
         made, residual = self._mlp(self._output(attended), residual)
         # A partial sum is reduced by the norm, which also returns the sum with the residual.
-        return self._norm(made, residual)[1]
+        after, before = self._norm(made, residual)
+        return after if self._norm_output else before
 
 
 class TargetTokens(Layer):

@@ -14,8 +14,8 @@ from engine.core.weights import read_key
 
 TYPE = "speculators_model_type"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-NOT_COMPUTED = ("norm_before_fc", "fc_norm", "norm_output")
-"""Keys that ask for norms which are not computed here."""
+MODELOPT = "eagle_config"
+"""Where modelopt keeps what others keep at the top."""
 
 
 @frozen(kw_only=True)
@@ -34,8 +34,16 @@ class Eagle3Config:
     """Whether the projections of attention have biases."""
     vocab_size: int
     """Number of draft tokens."""
+    window: int | None
+    """Sliding window of attention; None: full attention."""
     norm_before_residual: bool
     """Whether the residual is the normed hidden state."""
+    norm_before_fc: bool
+    """Whether the hidden states of the target, side by side, are normed together."""
+    fc_norm: bool
+    """Whether the hidden states of each layer of the target are normed."""
+    norm_output: bool
+    """Whether the output stands for the target's hidden states after the last norm, not before it."""
     hidden_layers: tuple[int, ...]
     """Layers of the target: the hidden states that enter them are the input."""
 
@@ -49,7 +57,7 @@ class Eagle3Config:
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
             max_len=self.max_len,
-            sliding_windows=(None,),
+            sliding_windows=(self.window,),
             scale=self.head_dim**-0.5,
         )
 
@@ -71,9 +79,9 @@ def parse_eagle3(config: Mapping[str, Any], target_layers: int) -> Eagle3Config:
         layer, where = config, "config.json"
     if not isinstance(layer, Mapping):
         raise CheckpointError(f"config.json: transformer_layer_config is {layer!r}, not a table")
-    asked = [key for key in NOT_COMPUTED if config.get(key)]
-    if asked:
-        raise CheckpointError(f"config.json has {asked[0]}, and such EAGLE-3 heads are not supported")
+    flags = _norms(config)
+    if flags["norm_before_fc"] and flags["fc_norm"]:
+        raise CheckpointError("config.json has norm_before_fc and fc_norm; EAGLE-3 heads have one of them at most")
     if layer.get("hidden_act", "silu") not in ("silu", "swish"):
         raise CheckpointError(f"{where} has hidden_act: {layer['hidden_act']!r}; EAGLE-3 heads are computed with silu")
     if read_key(layer, "num_hidden_layers", int, 1, where=where) != 1:
@@ -94,14 +102,28 @@ def parse_eagle3(config: Mapping[str, Any], target_layers: int) -> Eagle3Config:
         vocab_size=read_key(
             config, "draft_vocab_size", int, read_key(layer, "vocab_size", int, least=1, where=where), least=1
         ),
-        norm_before_residual=read_key(config, "norm_before_residual", bool, False),
+        window=_window(layer, where),
+        **flags,
         hidden_layers=_hidden_layers(config, target_layers),
     )
 
 
+def _norms(config: Mapping[str, Any]) -> dict[str, bool]:
+    """The keys that say where norms are."""
+    names, nested = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), config.get(MODELOPT) or {}
+    return {name: read_key(config, name, bool, read_key(nested, name, bool, False, where=MODELOPT)) for name in names}
+
+
+def _window(layer: Mapping[str, Any], where: str) -> int | None:
+    """The sliding window of the layer, None without one."""
+    if "sliding_attention" not in (layer.get("layer_types") or ()):
+        return None
+    return read_key(layer, "sliding_window", int, least=1, where=where)
+
+
 def _hidden_layers(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
     """The layers whose inputs the heads take: named by the file, else those of the paper's code."""
-    given, outputs = config.get(LAYER_IDS), (config.get("eagle_config") or {}).get(LAYER_IDS)
+    given, outputs = config.get(LAYER_IDS), (config.get(MODELOPT) or {}).get(LAYER_IDS)
     if given is None and outputs is None:
         if target_layers < 6:
             raise CheckpointError(

@@ -99,8 +99,25 @@ def check(
         ({"own_embedding": True}, {"cache__block_size": 4, "speculator__max_drafts": 6}),
         ({"layer_ids": (1, 3, 6)}, {"speculator__max_drafts": 1}),
         ({"layer_ids": (0, 5, 5)}, {}),
+        ({"norm_before_fc": True, "norm_output": True, "layout": "speculators"}, {}),
+        ({"fc_norm": True, "norm_output": True, "norm_before_residual": True}, {"scheduler__max_batch_tokens": 11}),
+        ({"eagle_config": {"norm_before_fc": True}}, {}),
+        ({"qk_norm": True, "layout": "speculators"}, {}),
+        ({"window": 7}, {"cache__block_size": 4}),
     ],
-    ids=["eagle", "speculators", "chunks", "own embedding", "other layers", "a layer twice"],
+    ids=[
+        "eagle",
+        "speculators",
+        "chunks",
+        "own embedding",
+        "other layers",
+        "a layer twice",
+        "input normed as a whole",
+        "input normed by layer",
+        "normed as modelopt says",
+        "queries and keys normed",
+        "window",
+    ],
 )
 def test_proposals_are_the_reference_s(
     target: Path,
@@ -112,7 +129,8 @@ def test_proposals_are_the_reference_s(
 ) -> None:
     """Also after drafts that were accepted, from a prediction, and after such that were not."""
     tensors = write_heads(tmp_path, **heads)
-    reference = Reference(target, tensors, norm_before_residual=bool(heads.get("norm_before_residual")))
+    read = {name: heads[name] for name in ("norm_before_residual", "norm_output", "window") if name in heads}
+    reference = Reference(target, tensors, **read)
     layers = heads.get("layer_ids", LAYERS)
     wrong = [(*tokens[:6], 0, 1, *tokens[6:]) for tokens in expected]
     with build(target, tmp_path, **settings) as engine:
@@ -188,7 +206,8 @@ def test_layers_named_by_their_outputs_are_those_before(
     ("heads", "error", "message"),
     [
         ({"layer_ids": (2, 4, 8)}, ConfigError, r"entering layers 2, 4, 8, and the model has 8 layers"),
-        ({"fc_norm": True}, CheckpointError, r"config.json has fc_norm, and such EAGLE-3 heads are not supported"),
+        ({"fc_norm": True, "norm_before_fc": True}, CheckpointError, r"EAGLE-3 heads have one of them at most"),
+        ({"norm_output": "yes"}, CheckpointError, r"'norm_output' is 'yes'; it must be true or false"),
         ({"draft_vocab_size": 600}, CheckpointError, r"have 600 draft tokens, and the model has 512 tokens"),
         ({"eagle_aux_hidden_state_layer_ids": "all"}, CheckpointError, r"must be a list of numbers of layers"),
     ],
