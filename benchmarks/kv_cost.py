@@ -19,10 +19,9 @@ from typing import Any
 from scheduler import BLOCK_SIZE, answer, policy_of  # benchmarks/scheduler.py
 
 from engine.cli.bench.report import Row, report, write
-from engine.core.config.tree import KVEventsConfig
+from engine.core.config import KVEventsConfig
 from engine.core.kv_events import EventStream
-from engine.core.schedulers import BlockManager, CacheMetrics, Scheduler
-from engine.core.schedulers.cache_observer import CacheObserver, joined
+from engine.core.schedulers import BlockManager, CacheMetrics, CacheObserver, Scheduler, join_observers
 from engine.core.tokens import Tokens
 from engine.core.types import CacheInfo, Request, SamplingParams
 
@@ -60,7 +59,7 @@ def run(
         observers.append(stream.recorder)
     scheduler = Scheduler(
         policy_of("fcfs"),
-        BlockManager(blocks, BLOCK_SIZE, observer=joined(observers)),
+        BlockManager(blocks, BLOCK_SIZE, observer=join_observers(observers)),
         max_batch_tokens=8192,
         max_running=concurrency,
         max_len=4096,

@@ -47,7 +47,7 @@ from engine.core.profiling.live import StepMeter
 from engine.core.profiling.peaks import find_peaks
 from engine.core.quant.base import QuantMethod
 from engine.core.schedulers.cache_metrics import CacheMetrics
-from engine.core.schedulers.cache_observer import CacheObserver, joined
+from engine.core.schedulers.cache_observer import CacheObserver, join_observers
 from engine.core.schedulers.grouped_block_manager import make_block_manager
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.scheduler import Scheduler
@@ -267,7 +267,7 @@ class Engine:
                 self.cache_info,
                 max_chunk=self.config.scheduler.max_batch_tokens,
                 prefix_caching=cache.prefix_caching,
-                observer=joined(observers),
+                observer=join_observers(observers),
             ),
             max_batch_tokens=self.config.scheduler.max_batch_tokens,
             max_running=self.config.scheduler.max_running,

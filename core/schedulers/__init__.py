@@ -7,6 +7,7 @@ from engine.core.lazy import exports
 if TYPE_CHECKING:
     from engine.core.schedulers.block_manager import BlockManager as BlockManager
     from engine.core.schedulers.cache_metrics import CacheMetrics as CacheMetrics
+    from engine.core.schedulers.cache_observer import CacheObserver as CacheObserver, join_observers as join_observers
     from engine.core.schedulers.hash_chain import DigestCache as DigestCache, HashChain as HashChain
     from engine.core.schedulers.policy import (
         API as API,
@@ -20,6 +21,7 @@ __getattr__, __dir__, __all__ = exports(
     __name__,
     block_manager=("BlockManager",),
     cache_metrics=("CacheMetrics",),
+    cache_observer=("CacheObserver", "join_observers"),
     hash_chain=("DigestCache", "HashChain"),
     policy=(
         "API",

@@ -68,7 +68,7 @@ class CacheObservers(CacheObserver):
             observer.cleared()
 
 
-def joined(observers: Sequence[CacheObserver]) -> CacheObserver | None:
+def join_observers(observers: Sequence[CacheObserver]) -> CacheObserver | None:
     """One observer that stands for all; None for none, which costs a block manager nothing."""
     if len(observers) < 2:
         return observers[0] if observers else None

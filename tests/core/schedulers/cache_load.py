@@ -15,7 +15,7 @@ from attrs import evolve
 
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.cache_metrics import CacheMetrics
-from engine.core.schedulers.cache_observer import CacheObserver, joined
+from engine.core.schedulers.cache_observer import CacheObserver, join_observers
 from engine.core.schedulers.grouped_block_manager import GroupedBlockManager, make_block_manager
 from engine.core.schedulers.hash_chain import HashChain
 from engine.core.schedulers.kind_tables import KindTable
@@ -86,7 +86,7 @@ class CacheLoad:
             cache_info(num_blocks=num_blocks, block_size=BLOCK_SIZE, kinds=tuple(layout)),
             max_chunk=8,
             prefix_caching=prefix_caching,
-            observer=joined([*observers, *([metrics] if metrics is not None else [])]),
+            observer=join_observers([*observers, *([metrics] if metrics is not None else [])]),
         )
         self.scheduler = Scheduler(
             Policy(),
