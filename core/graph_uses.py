@@ -20,8 +20,7 @@ class GraphUses:
         if not size:
             self.misses += step.iterations
             return
-        used = len(step.decodes) + sum(chunk.count for chunk in step.chunks)
-        used += sum(len(part.tokens) for part in step.drafts)
+        used = step.decode_rows + sum(chunk.count for chunk in step.chunks)
         kind = "prefill" if step.chunks else "verify" if step.drafts else "decode"
         counts = self._replays.setdefault((kind, size), [0, 0])
         counts[0] += step.iterations

@@ -349,6 +349,12 @@ class Step:
     """Grammars that the engine began to compile since the step before. A worker begins now too, and has them when their
     sequences come."""
 
+    @property
+    def decode_rows(self) -> int:
+        """Tokens that an iteration computes without the chunks: one per decode, and those of the draft slices."""
+        rows = len(self.decodes)
+        return rows + sum(len(part.tokens) for part in self.drafts) if self.drafts else rows
+
 
 @frozen(kw_only=True)
 class StepResult:

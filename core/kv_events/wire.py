@@ -76,7 +76,8 @@ class BatchEncoder:
 
 def block_hash(digest: bytes) -> int:
     """The hash by which readers know a block."""
-    return int.from_bytes(digest[-8:])
+    (found,) = HASH.unpack(digest)
+    return int(found)
 
 
 def _hashes(digests: Sequence[bytes]) -> list[int]:

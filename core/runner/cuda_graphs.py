@@ -199,7 +199,7 @@ class DecodeGraphs:
             return not step.chunks
         if self._draft_batch is None:
             return False
-        return len(step.decodes) + sum(len(part.tokens) for part in step.drafts) <= self._sizes[-1]
+        return step.decode_rows <= self._sizes[-1]
 
     def verify(self, step: Step, timer: LapTimer) -> tuple[SampledTokens, VerifiedDrafts]:
         """Replay one decode step for sequences with and without drafts.

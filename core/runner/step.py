@@ -120,7 +120,7 @@ class StepLauncher:
         """Batch size of the CUDA graph of a step; None if the step is launched without one."""
         if self._decode_graphs is None or not self._decode_graphs.fits(step):
             return None
-        return self._decode_graphs.size(len(step.decodes) + sum(len(part.tokens) for part in step.drafts))
+        return self._decode_graphs.size(step.decode_rows)
 
     def _launch(self, step: Step) -> PendingStep:
         timer = LapTimer()

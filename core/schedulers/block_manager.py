@@ -394,13 +394,16 @@ class BlockManager:
             else:
                 self._cached[block] = None
 
-    def _unindex(self, block: int) -> None:
-        digest = self._digests[block]
-        assert digest is not None
-        del self._by_digest[digest]
-        self._digests[block] = None
+    def _unindex(self, *blocks: int) -> None:
+        removed = []
+        for block in blocks:
+            digest = self._digests[block]
+            assert digest is not None
+            del self._by_digest[digest]
+            self._digests[block] = None
+            removed.append(digest)
         if self._observer is not None:
-            self._observer.removed(0, (digest,))
+            self._observer.removed(0, removed)
 
     def _take_blocks(self, count: int) -> list[int]:
         """Take free blocks, or evict the least recently used cached ones."""
@@ -417,14 +420,8 @@ class BlockManager:
 
     def _evict(self, count: int) -> list[int]:
         """Remove the least recently used cached blocks from the prefix cache."""
-        blocks, evicted = [self._cached.popitem(last=False)[0] for _ in range(count)], []
-        for block in blocks:
-            digest = self._digests[block]
-            assert digest is not None
-            del self._by_digest[digest]
-            self._digests[block] = None
-            evicted.append(digest)
+        blocks = [self._cached.popitem(last=False)[0] for _ in range(count)]
         if self._observer is not None:
             self._observer.evicted(blocks)
-            self._observer.removed(0, evicted)
+        self._unindex(*blocks)
         return blocks

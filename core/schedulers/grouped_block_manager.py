@@ -415,13 +415,14 @@ class GroupedBlockManager(BlockManager):
                 self._cached[block] = None
                 self._count_cached(block, 1)
 
-    def _unindex(self, block: int) -> None:
-        digest = self._digests[block]
-        assert digest is not None
-        del self._indices[self._kind_of[block]][digest]
-        self._digests[block] = None
-        if self._observer is not None:
-            self._observer.removed(self._kind_of[block], (digest,))
+    def _unindex(self, *blocks: int) -> None:
+        for block in blocks:
+            digest = self._digests[block]
+            assert digest is not None
+            del self._indices[self._kind_of[block]][digest]
+            self._digests[block] = None
+            if self._observer is not None:
+                self._observer.removed(self._kind_of[block], (digest,))
 
     def _count_cached(self, entry: int, sign: int) -> None:
         count = sign * len(self._blocks_of[entry])

@@ -267,9 +267,7 @@ class Scheduler:
         outputs: list[Output] = []
         columns = zip(zip(*result.tokens, strict=True), logprob_columns(result), strict=False)
         checked, iterations = 0, step.iterations
-        tokens_computed = len(step.decodes) + sum(chunk.count for chunk in step.chunks)
-        if step.drafts:
-            tokens_computed += sum(len(each.tokens) for each in step.drafts)
+        tokens_computed = step.decode_rows + sum(chunk.count for chunk in step.chunks)
         self._step_tokens.observe(tokens_computed, iterations)
         # This loop runs for every token: whatever can be done elsewhere is done elsewhere.
         for state, (tokens, logprobs) in zip(planned.decodes, columns, strict=False):

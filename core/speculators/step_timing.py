@@ -50,7 +50,7 @@ class StepTiming:
         if not self._overlaps and last_result:
             seconds += min(max(begin - last_result, 0.0), _MAX_HOST_SHARE * seconds)
         if step.drafts:
-            self._lengths.probed(_rows(step), seconds)
+            self._lengths.probed(step.decode_rows, seconds)
             gap = max(begin - last_result, 0.0) if self._overlaps and last_result else None
             self._timed.append((step, seconds, gap))
         elif step.decodes and not (step.propose or (waited and self._overlaps)):
@@ -61,7 +61,7 @@ class StepTiming:
         works: before, it may wait for the host."""
         lengths = self._lengths
         for step, seconds, gap in self._timed:
-            lengths.observe(_rows(step), seconds, drafts=bool(step.drafts))
+            lengths.observe(step.decode_rows, seconds, drafts=bool(step.drafts))
             if gap is not None:
                 lengths.gaps.observe(gap, len(step.decodes) + len(step.drafts))
         if self._timed and self._timed[-1][0].drafts:
@@ -72,7 +72,3 @@ class StepTiming:
         """Forget the steps in flight."""
         self._begins.clear()
         self._timed.clear()
-
-
-def _rows(step: Step) -> int:
-    return len(step.decodes) + sum(len(part.tokens) for part in step.drafts)

@@ -111,7 +111,8 @@ class Eagle3(DeviceSpeculator[None]):
         if not norms:
             return hidden
         parts = hidden.chunk(len(norms), -1)
-        return torch.cat([norm(part.contiguous())[0] for norm, part in zip(norms, parts, strict=True)], -1)
+        normed = [norm(part.contiguous())[0] for norm, part in zip(norms, parts, strict=True)]
+        return normed[0] if len(normed) == 1 else torch.cat(normed, -1)
 
     def _forward(self, run: ForwardPass, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """The layer's output, before the last norm or after it. tokens: [rows] int64; hidden: [rows, hidden_size]."""
