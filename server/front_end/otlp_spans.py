@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, SpanFlags, Status
 
 from engine.core.types import FINISH_ABORT, FINISH_ERROR
-from engine.server.front_end.otlp_wire import messages, span
 from engine.server.front_end.request_trace import Attributes, ChoiceTrace, GenerationTrace, RequestTrace
 
 CLIENT_LEFT = "client_disconnected"
 """error.type of a request whose client left before the end of the response."""
-
-
-FLAGS = int(SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK) | 1
-"""Flags of a recorded span: the field that follows is known, and the trace is sampled."""
-REMOTE = int(SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK)
-"""The flag of a span whose parent is in another process."""
-ERROR = int(Status.STATUS_CODE_ERROR)
-SERVER, INTERNAL = int(Span.SPAN_KIND_SERVER), int(Span.SPAN_KIND_INTERNAL)
+MAX_KEPT = 2048
+"""Attributes that are kept as messages; beyond that the least recently used is forgotten."""
 
 
 class SpanEncoder:
@@ -35,10 +29,8 @@ class SpanEncoder:
 
     def __init__(self, resource: Mapping[str, str], version: str) -> None:
         """resource: attributes of the service. version: the engine's."""
-        named = [KeyValue(key=key, value=AnyValue(string_value=value)) for key, value in resource.items()]
-        self._resource = ResourceSpans(resource=Resource(attributes=named)).SerializeToString()
-        scope = InstrumentationScope(name="engine", version=version)
-        self._scope = ScopeSpans(scope=scope).SerializeToString()
+        self._resource = Resource(attributes=_pairs(dict(resource)))
+        self._scope = InstrumentationScope(name="engine", version=version)
         self._random = random.Random()
 
     def encode(self, traces: Iterable[RequestTrace], clock_offset: float) -> tuple[bytes, int]:
@@ -47,42 +39,45 @@ class SpanEncoder:
         clock_offset: time.time() less time.monotonic(), seconds.
         """
         spans = [span for trace in traces for span in self._spans(trace, clock_offset)]
-        # Bytes of a message may come in parts, one behind the other.
-        scope_spans = self._scope + messages(ScopeSpans.SPANS_FIELD_NUMBER, spans)
-        resource_spans = self._resource + messages(ResourceSpans.SCOPE_SPANS_FIELD_NUMBER, [scope_spans])
-        return messages(ExportTraceServiceRequest.RESOURCE_SPANS_FIELD_NUMBER, [resource_spans]), len(spans)
+        scope_spans = ScopeSpans(scope=self._scope, spans=spans)
+        message = ExportTraceServiceRequest(
+            resource_spans=[ResourceSpans(resource=self._resource, scope_spans=[scope_spans])]
+        )
+        return message.SerializeToString(), len(spans)
 
-    def _spans(self, trace: RequestTrace, offset: float) -> Iterator[bytes]:
+    def _spans(self, trace: RequestTrace, offset: float) -> Iterator[Span]:
         """The spans of a request, its own first."""
         context, generation = trace.context, trace.generation
+        flags = int(SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK) | 1
         trace_id, span_id = bytes.fromhex(context.trace_id), bytes.fromhex(context.span_id)
         failed = trace.status >= 500 or not trace.complete or (bool(trace.error_type) and trace.status < 400)
-        yield span(
+        remote = int(SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK) if trace.parent is not None else 0
+        yield Span(
             trace_id=trace_id,
             span_id=span_id,
-            parent=b"" if trace.parent is None else bytes.fromhex(trace.parent.span_id),
-            state=context.state,
-            flags=FLAGS if trace.parent is None else FLAGS | REMOTE,
+            parent_span_id=b"" if trace.parent is None else bytes.fromhex(trace.parent.span_id),
+            trace_state=context.state,
+            flags=flags | remote,
             name=f"{trace.method} {trace.route}".rstrip(),
-            kind=SERVER,
-            start=_nanoseconds(trace.began + offset),
-            end=_nanoseconds(trace.ended + offset),
-            attributes=_request_attributes(trace),
-            error=(ERROR, _failure(trace)) if failed else None,
+            kind=Span.SPAN_KIND_SERVER,
+            start_time_unix_nano=_nanoseconds(trace.began + offset),
+            end_time_unix_nano=_nanoseconds(trace.ended + offset),
+            attributes=_pairs(_request_attributes(trace)),
+            status=Status(code=Status.STATUS_CODE_ERROR, message=_failure(trace)) if failed else None,
         )
         for name, start, end, attributes, error in _parts(trace, generation):
-            yield span(
+            yield Span(
                 trace_id=trace_id,
                 span_id=(self._random.getrandbits(64) or 1).to_bytes(8, "big"),
-                parent=span_id,
-                state=context.state,
-                flags=FLAGS,
+                parent_span_id=span_id,
+                trace_state=context.state,
+                flags=flags,
                 name=name,
-                kind=INTERNAL,
-                start=_nanoseconds(start + offset),
-                end=_nanoseconds(max(start, end) + offset),
-                attributes=attributes,
-                error=(ERROR, error) if error else None,
+                kind=Span.SPAN_KIND_INTERNAL,
+                start_time_unix_nano=_nanoseconds(start + offset),
+                end_time_unix_nano=_nanoseconds(max(start, end) + offset),
+                attributes=_pairs(attributes),
+                status=Status(code=Status.STATUS_CODE_ERROR, message=error) if error else None,
             )
 
 
@@ -166,3 +161,28 @@ def _failure(trace: RequestTrace) -> str:
 
 def _nanoseconds(seconds: float) -> int:
     return int(seconds * 1e9)
+
+
+def _pairs(attributes: Mapping[str, object]) -> list[KeyValue]:
+    return [_pair(key, value) for key, value in attributes.items()]
+
+
+@lru_cache(MAX_KEPT, typed=True)
+def _pair(key: str, value: object) -> KeyValue:
+    """An attribute, which is copied into each span: most are the same in all requests of a server."""
+    return KeyValue(key=key, value=_value(value))
+
+
+def _value(value: object) -> AnyValue:
+    match value:
+        case bool():
+            return AnyValue(bool_value=value)
+        case int():
+            return AnyValue(int_value=value)
+        case float():
+            return AnyValue(double_value=value)
+        case str():
+            return AnyValue(string_value=value)
+        case tuple():
+            return AnyValue(array_value=ArrayValue(values=[AnyValue(string_value=item) for item in value]))
+    raise TypeError(f"a span has no attributes of type {type(value).__name__}")
