@@ -259,12 +259,13 @@ def prefill_candidates() -> list[Any]:
     ]
 
 
-def tuned_decode(bench: Bench, config: Any) -> Decode:
+def tuned_decode(bench: Bench, config: Any, programs: int | None = None) -> Decode:
+    """Decode attention by given launch parameters. programs: per (folded) KV head; None: those of the whole device."""
     from engine.ops.attention.paged_decode import paged_decode
     from engine.ops.attention.paged_decode_merge import DecodeWorkspace
 
     heads, kv_heads = bench.spec.num_heads, bench.spec.num_kv_heads
-    programs = config.programs_per_head(kv_heads, bench.q.device)
+    programs = programs or config.programs_per_head(kv_heads, bench.q.device)
     workspace = DecodeWorkspace.make(programs, heads, kv_heads, HEAD_DIM, bench.q.device)
 
     def decode(layer: int, q: torch.Tensor) -> torch.Tensor:

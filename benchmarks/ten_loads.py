@@ -33,6 +33,7 @@ from load_bounds import BEST, EFFICIENT, Bound, Rates, find_bound, mean_context,
 from models import MODELS, write_model
 
 from engine.cli.bench.load import Load, opened, random_tokens, say
+from engine.cli.bench.profile import Profile, Step, print_profile, record_steps, rows_of
 from engine.cli.bench.report import Row, engine_settings, percent, report, write
 from engine.cli.bench.roofline import Roofline, measured_roofline
 from engine.cli.tables import print_table
@@ -81,6 +82,8 @@ TOLERANCE = 0.02
 """Maximum error of a window's prompt tokens per output token, as a share."""
 MIN_WINDOW = 0.5
 """Minimum length of a window, as a share of the time in which requests follow each other."""
+PROFILE_WALL_STEPS = 64
+"""Steps before the profiled ones, of which the time of a step without the profiler is the mean."""
 POOL = 2**18
 """Random tokens of which all prompts are slices: drawing each prompt would take seconds in which the device waits."""
 STEADY = "output tokens a second, steady state"
@@ -129,6 +132,8 @@ class Result:
     complete: bool
     """Whether every request ran to its end."""
     bound: Bound | None = None
+    profile: Profile | None = None
+    """Kernels of steps after the window."""
 
     @property
     def whole(self) -> float:
@@ -189,6 +194,8 @@ class Result:
             yield Row(metric="running in a mean step", case=self.name, value=running, unit="requests")
         yield Row(metric="whole run", case=self.name, value=self.progress[-1].seconds, unit="s")
         yield Row(metric="preemptions", case=self.name, value=self.preemptions, unit="count")
+        if self.profile is not None:
+            yield from rows_of(self.profile)
 
 
 def parse_case(name: str) -> tuple[int, int]:
@@ -252,12 +259,20 @@ def find_window(progress: Sequence[Progress], inputs: int, outputs: int) -> tupl
 
 
 def run(
-    engine: Engine, name: str, sizes: Sizes, *, following: int, aged: bool, seconds: float | None, pool: tuple[int, ...]
+    engine: Engine,
+    name: str,
+    sizes: Sizes,
+    *,
+    following: int,
+    aged: bool,
+    seconds: float | None,
+    pool: tuple[int, ...],
+    profiled: int = 0,
 ) -> Result:
     """Run a load.
 
     following: requests of full length. aged: whether they follow `spread_ages`. seconds: from the moment that the
-    batch is full to the end of the run; None: until the last token.
+    batch is full to the end of the window; None: until the last token. profiled: steps to profile after the window.
     """
     first = spread_ages(sizes, engine.config.scheduler.max_batch_tokens) if aged else []
     load = Load(name=name, lengths=(*first, *[(sizes.inputs, sizes.outputs)] * following))
@@ -269,17 +284,26 @@ def run(
     exhausted = None
     before = engine.stats()
     begin = time.perf_counter()
-    while True:
-        while exhausted is None and len(in_engine) < sizes.in_flight:
+
+    def fill() -> bool:
+        """Add requests until as many as wanted are in the engine; whether the load has more."""
+        while len(in_engine) < sizes.in_flight:
             request = next(source, None)
             if request is None:
-                exhausted = len(progress)
-            else:
-                engine.add(request)
-                in_engine.add(request.id)
+                return False
+            engine.add(request)
+            in_engine.add(request.id)
+        return True
+
+    def advance(step: Step) -> None:
+        in_engine.difference_update(one.request for one in step() if one.finish_reason is not None)
+
+    while True:
+        if exhausted is None and not fill():
+            exhausted = len(progress)
         if not engine.has_work:
             break
-        in_engine.difference_update(one.request for one in engine.step() if one.finish_reason is not None)
+        advance(engine.step)
         stats = engine.stats()
         now = Progress(
             seconds=time.perf_counter() - begin,
@@ -293,6 +317,19 @@ def run(
         if seconds is not None and full is not None and now.seconds - progress[full].seconds >= seconds:
             break
     complete = not in_engine
+    profile = None
+    if profiled and not complete:
+        recent = progress[-min(len(progress), PROFILE_WALL_STEPS) :]
+
+        def work(step: Step) -> int:
+            for _ in range(profiled):
+                fill()
+                advance(step)
+            return profiled
+
+        steps, host, ran = record_steps(engine, work)
+        wall = (recent[-1].seconds - recent[0].seconds) / max(len(recent) - 1, 1) * 1e6
+        profile = Profile(title=name, steps=steps, wall=wall, host=host, ran=ran)
     for request_id in in_engine:
         engine.abort(request_id)
     while engine.has_work:
@@ -307,6 +344,7 @@ def run(
         window=None if window is None or full is None else (full + window[0], full + window[1]),
         preemptions=stats.preemptions - before.preemptions,
         complete=complete,
+        profile=profile,
     )
     say(f"{name}: {show(result.steady)} output tokens/s in the window, {show(result.whole)} in all")
     return result
@@ -343,7 +381,16 @@ def measure(engine: Engine, names: Sequence[str], arguments: argparse.Namespace)
         published = PUBLISHED[name].requests if name in PUBLISHED else REQUESTS
         aged = arguments.seconds is not None or arguments.requests is not None
         following = arguments.requests or published
-        yield run(engine, name, sizes, following=following, aged=aged, seconds=arguments.seconds, pool=pool)
+        yield run(
+            engine,
+            name,
+            sizes,
+            following=following,
+            aged=aged,
+            seconds=arguments.seconds,
+            pool=pool,
+            profiled=arguments.profile,
+        )
 
 
 def with_bound(result: Result, roofline: Roofline, prompt_rate: float | None, tokens: float) -> Result:
@@ -391,6 +438,9 @@ def parse_arguments() -> argparse.Namespace:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--seconds", type=float, help="of each load from when the batch is full; drops what is left")
     length.add_argument("--requests", type=int, help="of full length of each load, after the first, of spread ages")
+    parser.add_argument(
+        "--profile", type=int, default=0, metavar="STEPS", help="of each load to profile after its window"
+    )
     parser.add_argument("--model", default=MODEL, choices=MODELS)
     parser.add_argument("--quant", default=QUANT, help="quantization method")
     parser.add_argument("--kv-dtype", default=KV_DTYPE, help="dtype of keys and values")
@@ -407,6 +457,8 @@ def parse_arguments() -> argparse.Namespace:
             parse_case(name)
         except ValueError:
             parser.error(f"{name!r} is not IN/OUT, as 1000/1000")
+    if arguments.profile and arguments.seconds is None:
+        parser.error("--profile needs --seconds, which ends a load while its batch is full")
     for option in ("seconds", "requests", "max_running", "in_flight"):
         value = getattr(arguments, option)
         if value is not None and value <= 0:
@@ -460,6 +512,9 @@ def main() -> None:
     if roofline is not None:
         tokens = cache_tokens(engine)
         results = [with_bound(result, roofline, arguments.prompt_rate, tokens) for result in results]
+    for result in results:
+        if result.profile is not None:
+            print_profile(result.profile)
     print_results(results, published, machine)
     save(roofline.ceilings.source if roofline is not None else None)
 

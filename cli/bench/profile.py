@@ -179,7 +179,7 @@ def profile_requests(engine: Engine, title: str, requests: Sequence[Request], st
     begin = time.perf_counter()
     tokens = decode(engine.step)
     wall = (time.perf_counter() - begin) / tokens * batch * 1e6
-    tokens, host, ran = _recorded(engine, decode)
+    tokens, host, ran = record_steps(engine, decode)
     for name in names:
         engine.abort(name)
     while engine.has_work:
@@ -205,13 +205,16 @@ def profile_prefill(engine: Engine, count: int, length: int) -> Profile:
     wall = (time.perf_counter() - begin) / steps * 1e6
     for request in load.requests(engine.vocab_size, "profile prefill again-"):
         engine.add(request)
-    steps, host, ran = _recorded(engine, prefill)
+    steps, host, ran = record_steps(engine, prefill)
     say(f"profiled prefill {count} x {length}")
     return Profile(title=f"prefill, {count} x {length}", steps=steps, wall=wall, host=host, ran=ran)
 
 
-def _recorded(engine: Engine, work: Callable[[Step], int]) -> tuple[int, tuple[HostStep, ...], tuple[Ran, ...]]:
-    """Run `work` with a recorded step, under the profiler; returns its result, and the steps and kernels recorded."""
+def record_steps(engine: Engine, work: Callable[[Step], int]) -> tuple[int, tuple[HostStep, ...], tuple[Ran, ...]]:
+    """Run `work` with a recorded step, under the profiler; returns its result, and the steps and kernels recorded.
+
+    Raises ExecutorError if the profiler saw nothing.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
