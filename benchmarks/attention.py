@@ -295,7 +295,13 @@ def tuned_prefill(bench: Bench, config: Any) -> Decode:
     group = bench.spec.num_heads // bench.spec.num_kv_heads
     batch = bench.batch
     tiles = torch.tensor(
-        prefill_tiles(batch.query_lens_host, batch.context_lens_host, 0, config.tokens(group)), device="cuda"
+        prefill_tiles(
+            batch.query_lens_host,
+            batch.context_lens_host,
+            np.arange(batch.num_sequences),
+            config.tokens(group),
+        ),
+        device="cuda",
     )
 
     def prefill(layer: int, q: torch.Tensor) -> torch.Tensor:

@@ -92,23 +92,27 @@ def prefill_config(
 
 
 def prefill_tiles(
-    query_lens: npt.NDArray[np.int32], context_lens: npt.NDArray[np.int32], first: int, tokens: int
+    query_lens: npt.NDArray[np.int32],
+    context_lens: npt.NDArray[np.int32],
+    sequences: npt.NDArray[np.int64],
+    tokens: int,
 ) -> npt.NDArray[np.int32]:
-    """List the tiles of the sequences from `first` on, `tokens` new tokens at most per tile.
+    """List the tiles of `sequences`, `tokens` new tokens at most per tile.
 
+    query_lens, context_lens: of all sequences of the batch; sequences: indices into them.
     Returns [tiles, 4]: sequence, position of the tile's first token, its row of q, number of tokens. Tiles that see the
     most keys come first, so that the programs that run last are short.
     """
-    counts = -(-query_lens[first:] // tokens)
-    sequences = np.repeat(np.arange(first, len(query_lens)), counts)
+    counts = -(-query_lens[sequences] // tokens)
+    owners = np.repeat(sequences, counts)
     # 0 to count - 1 within each sequence
-    numbers = np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)
+    numbers = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
     begins = numbers * tokens
-    sizes = np.minimum(query_lens[sequences] - begins, tokens)
-    positions = context_lens[sequences] - query_lens[sequences] + begins
-    rows = (np.cumsum(query_lens) - query_lens)[sequences] + begins
+    sizes = np.minimum(query_lens[owners] - begins, tokens)
+    positions = context_lens[owners] - query_lens[owners] + begins
+    rows = (np.cumsum(query_lens) - query_lens)[owners] + begins
     order = np.argsort(-(positions + sizes), kind="stable")
-    return np.stack([sequences, positions, rows, sizes], axis=1)[order].astype(np.int32)
+    return np.stack([owners, positions, rows, sizes], axis=1)[order].astype(np.int32)
 
 
 def paged_prefill(

@@ -6,7 +6,6 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from attrs import frozen
 
@@ -14,15 +13,7 @@ from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch,
 from engine.core.device import DeviceInfo
 from engine.core.extras import install_command
 from engine.core.quant import FLOAT8, has_float8
-
-
-@frozen
-class PrefillPlan:
-    """Tiles of the prefilling sequences, and the launch parameters of their kernel."""
-
-    tiles: torch.Tensor
-    config: Any
-    """A PrefillConfig."""
+from engine.plugins.attention.triton_prefill import PrefillPart, PrefillPlanner, shared_memory
 
 
 @frozen
@@ -34,7 +25,7 @@ class TritonPlan:
     """A DecodeConfig and its DecodeWorkspace."""
     block_tables: torch.Tensor
     context_lens: torch.Tensor
-    prefill: PrefillPlan | None
+    prefill: tuple[PrefillPart, ...]
 
 
 class TritonAttention(AttentionBackend[None, TritonPlan]):
@@ -72,18 +63,15 @@ class TritonAttention(AttentionBackend[None, TritonPlan]):
     def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
         from engine.ops.attention.paged_decode_config import decode_configs
         from engine.ops.attention.paged_decode_merge import DecodeWorkspace
-        from engine.ops.attention.paged_prefill import can_persist
 
         self._spec = spec
         self._sinks: Sequence[torch.Tensor | None] = (None,) * spec.num_layers
         self._pool = pool
-        self._group = spec.num_heads // spec.num_kv_heads
+        self._prefill = PrefillPlanner(spec, pool)
         keys = pool.keys[0]
-        self._can_persist = can_persist(keys, getattr(torch, spec.dtype), self._group)
-        self._shared_memory = _shared_memory(keys.device)
         self._decode_launches: list[tuple[float, Any]] = []  # (maximum number of sequences, launch)
         heads = spec.num_heads, spec.num_kv_heads
-        for limit, config in decode_configs(spec.head_dim, keys.itemsize, self._shared_memory, heads):
+        for limit, config in decode_configs(spec.head_dim, keys.itemsize, shared_memory(keys.device), heads):
             programs = config.programs_per_head(spec.num_kv_heads, keys.device)
             workspace = DecodeWorkspace.make(programs, spec.num_heads, spec.num_kv_heads, spec.head_dim, keys.device)
             self._decode_launches.append((limit, (config, workspace)))
@@ -98,7 +86,7 @@ class TritonAttention(AttentionBackend[None, TritonPlan]):
             decode_launch=next(launch for limit, launch in self._decode_launches if batch.num_decodes <= limit),
             block_tables=batch.block_tables,
             context_lens=batch.context_lens,
-            prefill=self._plan_prefill(batch) if batch.num_decodes < batch.num_sequences else None,
+            prefill=self._prefill.plan(batch) if batch.num_decodes < batch.num_sequences else (),
         )
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: TritonPlan) -> torch.Tensor:
@@ -111,6 +99,7 @@ class TritonAttention(AttentionBackend[None, TritonPlan]):
     ) -> None:
         from engine.ops.attention.paged_decode import paged_decode
         from engine.ops.attention.paged_prefill import paged_prefill
+        from engine.ops.attention.widen_blocks import widen_blocks
 
         spec = self._spec
         keys, values, scales = self._pool.keys[layer], self._pool.values[layer], self._pool.scales[layer]
@@ -132,49 +121,23 @@ class TritonAttention(AttentionBackend[None, TritonPlan]):
                 workspace=workspace,
                 config=config,
             )
-        if plan.prefill is not None:
+        for part in plan.prefill:
+            read = keys, values
+            if part.widened is not None:
+                read = widen_blocks(keys, values, part.widened, q.dtype)
             paged_prefill(
                 q,
-                keys,
-                values,
-                plan.block_tables,
-                plan.prefill.tiles,
+                *read,
+                part.tables,
+                part.tiles,
                 out,
                 scale=spec.scale * scales.key,
                 softcap=spec.softcap,
                 window=spec.sliding_windows[layer],
                 value_scale=scales.value,
                 sinks=self._sinks[layer],
-                config=plan.prefill.config,
+                config=part.config,
             )
-
-    def _plan_prefill(self, batch: ForwardBatch) -> PrefillPlan:
-        from engine.ops.attention.paged_prefill import prefill_config, prefill_tiles
-
-        queries, first = batch.query_lens_host, batch.num_decodes
-        itemsize = getattr(torch, self._spec.dtype).itemsize
-        longest = int(queries[first:].max())
-        config = prefill_config(
-            longest,
-            self._group,
-            self._spec.head_dim,
-            itemsize,
-            self._shared_memory,
-            persistent=self._can_persist,
-        )
-        tiles = prefill_tiles(queries, batch.context_lens_host, first, config.tokens(self._group))
-        return PrefillPlan(_to_device(tiles, batch.tokens.device), config)
-
-
-def _to_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """Copy to the device; on a GPU asynchronously."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-def _shared_memory(device: torch.device) -> int:
-    """Shared memory per multiprocessor, bytes; on a CPU, where the interpreter has no limit, the least of any GPU."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else 65536
 
 
 def _dotted(device: DeviceInfo) -> str:

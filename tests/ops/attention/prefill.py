@@ -69,8 +69,12 @@ def check(
         pool[0][blocks, at % block_size], pool[1][blocks, at % block_size] = k[at], v[at]
         v = v.double() * value_scale
         expected.append(dense_attention(q[starts[row] : starts[row + 1]].cpu(), k, v, spec, window, sinks))
+    sequences = np.arange(1, 1 + len(lengths))
     tiles = prefill_tiles(
-        np.diff(starts).astype(np.int32), np.array([1, *contexts], np.int32), 1, config.tokens(heads[0] // heads[1])
+        np.diff(starts).astype(np.int32),
+        np.array([1, *contexts], np.int32),
+        sequences,
+        config.tokens(heads[0] // heads[1]),
     )
     out = torch.full(q.shape, -7.0, dtype=dtype, device=DEVICE)
     paged_prefill(

@@ -74,7 +74,7 @@ def test_kernel_multiplies_values_by_their_scale() -> None:
 def test_prefill_tiles_cover_each_new_token_once_the_most_work_first() -> None:
     queries = np.array([1, 5, 8, 9], np.int32)
     contexts = np.array([70, 5, 20, 9], np.int32)
-    assert prefill_tiles(queries, contexts, 1, 4).tolist() == [
+    assert prefill_tiles(queries, contexts, np.array([1, 2, 3]), 4).tolist() == [
         [2, 16, 10, 4],
         [2, 12, 6, 4],
         [3, 8, 22, 1],
@@ -82,6 +82,11 @@ def test_prefill_tiles_cover_each_new_token_once_the_most_work_first() -> None:
         [1, 4, 5, 1],
         [1, 0, 1, 4],
         [3, 0, 14, 4],
+    ]
+    assert prefill_tiles(queries, contexts, np.array([1, 3]), 8).tolist() == [
+        [3, 8, 22, 1],
+        [3, 0, 14, 8],
+        [1, 0, 1, 5],
     ]
 
 

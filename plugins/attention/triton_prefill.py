@@ -1,0 +1,146 @@
+"""Plans prefill attention of the Triton backend: tiles, launch parameters, and blocks to widen beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import frozen
+
+from engine.core.attention import AttentionSpec, ForwardBatch, KVPool
+
+MIN_WIDENED_ROWS = 512
+"""Minimum rows (new tokens times query heads per KV head) of a sequence whose keys and values are widened: four tiles,
+each of which would convert them again."""
+MAX_WIDENED_BYTES = 2**28
+"""Maximum memory of the widened keys and values of one layer; sequences that need more are read from the cache."""
+
+
+@frozen
+class PrefillPart:
+    """Prefilling sequences that are computed by one launch per layer."""
+
+    tiles: torch.Tensor
+    """[tiles, 4] int32, from `prefill_tiles`."""
+    tables: torch.Tensor
+    """[sequences, blocks] int32: the block tables that tiles refer to."""
+    config: Any
+    """A PrefillConfig."""
+    widened: torch.Tensor | None = None
+    """[blocks] int32: blocks of a float8 cache to widen first, which `tables` number in this order; None: `tables`
+    number blocks of the cache."""
+
+
+class PrefillPlanner:
+    """Plans the prefilling sequences of a batch for all layers of one cache group.
+
+    The persistent kernel reads 16-bit keys and values. From a float8 cache it reads those of a sequence after they were
+    widened (ops.attention.widen_blocks), where the sequence has enough new tokens for this to pay.
+    """
+
+    def __init__(self, spec: AttentionSpec, pool: KVPool) -> None:
+        from engine.ops.attention.paged_prefill import PERSISTENT, can_persist
+
+        self._spec = spec
+        self._group = spec.num_heads // spec.num_kv_heads
+        keys, dtype = pool.keys[0], getattr(torch, spec.dtype)
+        self._itemsize = dtype.itemsize
+        self._shared_memory = shared_memory(keys.device)
+        self._persistent = can_persist(keys, dtype, self._group)
+        self.widened_config: Any = None
+        """Launch parameters for widened sequences; None: none is widened."""
+        if pool.is_float8 and can_persist(torch.empty_like(keys[:0], dtype=dtype), dtype, self._group):
+            self.widened_config = PERSISTENT
+        self.min_widened_rows = MIN_WIDENED_ROWS
+        self.max_widened_blocks = MAX_WIDENED_BYTES // (2 * keys[0].numel() * dtype.itemsize)
+
+    def plan(self, batch: ForwardBatch) -> tuple[PrefillPart, ...]:
+        """The launches for all sequences behind the decoding ones."""
+        sequences = np.arange(batch.num_decodes, batch.num_sequences)
+        if self.widened_config is None:
+            return (self._direct(batch, sequences),)
+        widened = self._find_widened(batch, sequences)
+        rest = np.setdiff1d(sequences, widened)
+        parts = [self._widened(batch, widened)] if len(widened) else []
+        return (*parts, self._direct(batch, rest)) if len(rest) else tuple(parts)
+
+    def _direct(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> PrefillPart:
+        """Read the cache's blocks in place."""
+        from engine.ops.attention.paged_prefill import prefill_config, prefill_tiles
+
+        queries = batch.query_lens_host
+        longest = int(queries[sequences].max())
+        config = prefill_config(
+            longest,
+            self._group,
+            self._spec.head_dim,
+            self._itemsize,
+            self._shared_memory,
+            persistent=self._persistent,
+        )
+        tiles = prefill_tiles(queries, batch.context_lens_host, sequences, config.tokens(self._group))
+        return PrefillPart(to_device(tiles, batch.tokens.device), batch.block_tables, config)
+
+    def _find_widened(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The sequences to widen, in ascending order: those with the most new tokens, as far as there is room."""
+        queries, room, found = batch.query_lens_host, self.max_widened_blocks, []
+        for sequence in sequences[np.argsort(-queries[sequences], kind="stable")]:
+            if queries[sequence] * self._group < self.min_widened_rows:
+                break
+            begin, end = self._blocks(batch, sequence)
+            if end - begin <= room:
+                room -= end - begin
+                found.append(sequence)
+        return np.array(sorted(found), np.int64)
+
+    def _blocks(self, batch: ForwardBatch, sequence: int) -> tuple[int, int]:
+        """The range of a sequence's block table that its new tokens see in any layer."""
+        context = int(batch.context_lens_host[sequence])
+        begin, windows = 0, self._spec.sliding_windows
+        if None not in windows:
+            first_position = context - int(batch.query_lens_host[sequence])
+            begin = max(first_position + 1 - max(filter(None, windows)), 0) // self._spec.block_size
+        return begin, -(-context // self._spec.block_size)
+
+    def _widened(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> PrefillPart:
+        """Widen the blocks of these sequences, one sequence after the other."""
+        from engine.ops.attention.paged_prefill import prefill_tiles
+
+        ranges = [self._blocks(batch, sequence) for sequence in sequences]
+        tables = np.zeros((len(sequences), max(end for _, end in ranges)), np.int32)
+        blocks = np.concatenate(list(self._number(batch, sequences, ranges, tables)))
+        tokens = self.widened_config.tokens(self._group)
+        tiles = prefill_tiles(batch.query_lens_host, batch.context_lens_host, sequences, tokens)
+        tiles[:, 0] = np.searchsorted(sequences, tiles[:, 0])
+        device = batch.tokens.device
+        return PrefillPart(
+            to_device(tiles, device), to_device(tables, device), self.widened_config, to_device(blocks, device)
+        )
+
+    @staticmethod
+    def _number(
+        batch: ForwardBatch,
+        sequences: npt.NDArray[np.int64],
+        ranges: list[tuple[int, int]],
+        tables: npt.NDArray[np.int32],
+    ) -> Iterator[npt.NDArray[np.int32]]:
+        """The blocks of each sequence, in whose order they are numbered in the sequence's row of `tables`."""
+        count = 0
+        for row, (sequence, (begin, end)) in enumerate(zip(sequences, ranges, strict=True)):
+            tables[row, begin:end] = np.arange(count, count + end - begin)
+            count += end - begin
+            yield batch.block_tables_host[sequence, begin:end]
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Copy to the device; on a GPU asynchronously."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Shared memory per multiprocessor, bytes; on a CPU, where the interpreter has no limit, the least of any GPU."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else 65536
