@@ -23,6 +23,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.ops.common.cache_keys import make_cache_keys_independent_of_order
+
+make_cache_keys_independent_of_order()
+
 
 @triton.jit
 def wait(PDL: tl.constexpr):
