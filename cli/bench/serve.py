@@ -231,7 +231,10 @@ def serve(
 
     roofline = None if url else configured_roofline(config, bandwidth, matmul)
     if roofline is not None:
-        max_running = config.scheduler.max_running
+        from engine.core.device import find_device
+        from engine.core.plugin_host import settle
+
+        max_running = settle(config, find_device(config.executor.device)).scheduler.max_running
         levels = [with_share(level, roofline, load, max_running) for level, load in zip(levels, loads, strict=True)]
     machine = _machine(config) if not url else f"the server at {url}"
     print_levels(levels, machine, input_len, output_len)

@@ -148,7 +148,7 @@ def throughput(
         results = [measure(engine, load, repeat) for load in wanted]
     roofline = measured_roofline(engine, bandwidth, matmul)
     if roofline is not None:
-        results = [with_floor(result, roofline, resolved.config.scheduler.max_running) for result in results]
+        results = [with_floor(result, roofline, engine.config.scheduler.max_running) for result in results]
     machine = engine.cache_info.device
     print_results(results, machine)
     settings = engine_settings(engine) | {

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engine.core.config.structure import show as show, structure_options as structure_options
     from engine.core.config.tree import (
         AUTO as AUTO,
+        FEW_RUNNING as FEW_RUNNING,
         EngineConfig as EngineConfig,
         ExecutorConfig as ExecutorConfig,
         KVEventsConfig as KVEventsConfig,
@@ -53,6 +54,7 @@ __getattr__, __dir__, __all__ = exports(
         "AUTO",
         "EngineConfig",
         "ExecutorConfig",
+        "FEW_RUNNING",
         "KVEventsConfig",
         "ModelConfig",
         "ParserConfig",

@@ -14,7 +14,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "model.load_threads": (0, 256),
     "model.seed": (0, 2**63 - 1),
     "scheduler.max_batch_tokens": (0, 2**24),
-    "scheduler.max_running": (1, 2**20),
+    "scheduler.max_running": (0, 2**20),
     "executor.tensor_parallel": (1, 1024),
     "executor.threads": (0, 4096),
     "cache.block_size": (1, 1024),

@@ -19,6 +19,8 @@ from engine.core.quant.float8 import FLOAT8
 AUTO = "auto"
 KV_DTYPES = {"fp8": FLOAT8}
 """Short name -> dtype of keys and values."""
+FEW_RUNNING = 256
+"""Maximum running requests that scheduler.max_running = 0 stands for, unless the device is a large GPU."""
 
 
 @frozen(kw_only=True)
@@ -109,7 +111,10 @@ class SchedulerConfig:
         aliases=("max_num_batched_tokens",),
     )
     max_running: int = setting(
-        256, "Maximum running requests, all in one step.", flag="--max-running", aliases=("max_num_seqs",)
+        0,
+        "Maximum running requests, all in one step. 0: 1024 on a GPU of 70 GB or more, else 256.",
+        flag="--max-running",
+        aliases=("max_num_seqs",),
     )
     overlap: str = setting(
         AUTO,

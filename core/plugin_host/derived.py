@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from attrs import evolve
 
 from engine.core.attention.base import AttentionSpec, GraphSupport
-from engine.core.config.tree import AUTO, KV_DTYPES, EngineConfig
+from engine.core.config.tree import AUTO, FEW_RUNNING, KV_DTYPES, EngineConfig
 from engine.core.errors import ConfigError, PluginError
 from engine.core.extras import install_command
 from engine.core.models.base import ModelSpec, StateShape
@@ -30,13 +30,23 @@ _log = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
 BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Tokens that keep matrix products efficient; more make sequences that decode wait longer."""
+MANY_RUNNING = 1024
+"""Sequences in a step of a GPU with LARGE_MEMORY: more spread the fixed costs of a step further, but no longer gain
+much (Llama-3.1-8B in fp8 on an H200, 512 in / 256 out: 15,239 tokens/s with 256, 19,791 with 1,024)."""
+LARGE_MEMORY = 70 * 10**9
+"""Bytes of device memory from which on a KV cache usually has room for MANY_RUNNING sequences, and their logits (1.5
+GiB for a vocabulary of 128,000) matter little."""
 
 
 def settle(config: EngineConfig, device: DeviceInfo) -> EngineConfig:
     """Fill in the settings that depend on the device; called once, before anything else reads the configuration."""
-    if config.scheduler.max_batch_tokens:
-        return config
-    return evolve(config, scheduler=evolve(config.scheduler, max_batch_tokens=BATCH_TOKENS[device.type]))
+    scheduler = config.scheduler
+    if not scheduler.max_batch_tokens:
+        scheduler = evolve(scheduler, max_batch_tokens=BATCH_TOKENS[device.type])
+    if not scheduler.max_running:
+        is_large = device.type == "cuda" and device.memory_bytes >= LARGE_MEMORY
+        scheduler = evolve(scheduler, max_running=MANY_RUNNING if is_large else FEW_RUNNING)
+    return evolve(config, scheduler=scheduler)
 
 
 def shape_of(model: type[Model], checkpoint: Mapping[str, Any]) -> ModelSpec:

@@ -39,9 +39,10 @@ HOST_LINES = 2 * MAX_DECODE_STEPS
 def batch_sizes(max_running: int) -> list[int]:
     """Batch sizes to capture graphs for. A batch is padded by less than 8 sequences up to 64, and by less than a
     quarter of its size beyond."""
-    sizes = [1, 2, 3, 4, 6, 8, *range(16, 65, 8), *range(80, 129, 16), *range(160, 513, 32)]
+    sizes = [1, 2, 3, 4, 6, 8, *range(16, 65, 8)]
     while sizes[-1] < max_running:
-        sizes.append(sizes[-1] * 5 // 4)
+        step = (1 << sizes[-1].bit_length() - 1) // 4
+        sizes.append(sizes[-1] + step)
     return [size for size in sizes if size < max_running] + [max_running]
 
 

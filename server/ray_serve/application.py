@@ -9,7 +9,7 @@ import attrs
 import ray
 from ray import serve
 
-from engine.core.config import AUTO, EngineConfig
+from engine.core.config import AUTO, FEW_RUNNING, EngineConfig
 from engine.core.errors import ConfigError
 from engine.core.executors import encode
 from engine.server.ray_serve.engine import EngineDeployment
@@ -45,9 +45,9 @@ def make_application(
     config, gpus = _devices(config, options)
     message = encode(config)
     # Requests above this number wait in the front ends, from where new replicas get them.
-    max_ongoing = config.scheduler.max_running
+    max_ongoing = config.scheduler.max_running or FEW_RUNNING
     engines = serve.deployment(EngineDeployment, name=ENGINE).options(
-        **_scale(config, options),
+        **_scale(options, max_ongoing),
         max_ongoing_requests=max_ongoing,
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": gpus},
         health_check_period_s=HEALTH_SECONDS,
@@ -74,15 +74,15 @@ def make_application(
     return application
 
 
-def _scale(config: EngineConfig, options: Options) -> dict[str, Any]:
-    """How many engine replicas there are."""
+def _scale(options: Options, max_ongoing: int) -> dict[str, Any]:
+    """How many engine replicas there are. max_ongoing: maximum requests that one of them has."""
     if options.min_replicas == options.max_replicas:
         return {"num_replicas": options.min_replicas}
     return {
         "autoscaling_config": {
             "min_replicas": options.min_replicas,
             "max_replicas": options.max_replicas,
-            "target_ongoing_requests": options.target_requests or max(1, config.scheduler.max_running // 2),
+            "target_ongoing_requests": options.target_requests or max(1, max_ongoing // 2),
             "upscale_delay_s": options.upscale_delay,
             "downscale_delay_s": options.downscale_delay,
             "look_back_period_s": options.load_window,

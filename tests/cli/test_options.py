@@ -199,7 +199,7 @@ def test_a_setting_given_twice_is_refused(arguments: Any) -> None:
     ("arguments", "words"),
     [
         (("--max-running", "many"), ("--max-running", "many")),
-        (("--max-running", "0"), ("--max-running", "0")),
+        (("--max-running", "-1"), ("--max-running", "-1")),
         (("--dtype", "float61"), ("--dtype", "float61", "float16")),
         (("--set", "scheduler.max_runing=4"), ("--set", "max_running")),
         (("--set", "scheduler"), ("--set", "KEY=VALUE")),
