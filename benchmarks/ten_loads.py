@@ -22,18 +22,17 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from attrs import evolve, frozen
-from load_bounds import BEST, EFFICIENT, Bound, Rates, find_bound, mean_context, steady_batch, token_cost
+from load_bounds import BEST, EFFICIENT, Bound, Rates, find_bound, steady_batch, token_cost
 from models import MODELS, write_model
+from steady_load import Run, cache_tokens, find_sizes, run
 
-from engine.cli.bench.load import Load, opened, random_tokens, say
-from engine.cli.bench.profile import Profile, Step, print_profile, record_steps, rows_of
+from engine.cli.bench.load import opened, random_tokens, say
+from engine.cli.bench.profile import print_profile, rows_of
 from engine.cli.bench.report import Row, engine_settings, percent, report, write
 from engine.cli.bench.roofline import Roofline, measured_roofline
 from engine.cli.tables import print_table
@@ -76,14 +75,6 @@ MAX_RUNNING = 2048
 reading the weights is no limit from 174 rows on, and each further size costs a CUDA graph at start-up."""
 MEMORY_FRACTION = 0.92
 """Share of the free memory for weights, activations and cache, unless --set says otherwise."""
-CACHE_SHARE = 0.98
-"""Share of the cache that the requests in flight fill on average; the rest is for uneven ages."""
-TOLERANCE = 0.02
-"""Maximum error of a window's prompt tokens per output token, as a share."""
-MIN_WINDOW = 0.5
-"""Minimum length of a window, as a share of the time in which requests follow each other."""
-PROFILE_WALL_STEPS = 64
-"""Steps before the profiled ones, of which the time of a step without the profiler is the mean."""
 POOL = 2**18
 """Random tokens of which all prompts are slices: drawing each prompt would take seconds in which the device waits."""
 STEADY = "output tokens a second, steady state"
@@ -94,68 +85,13 @@ OVERLAP = "bound, prompts next to attention"
 CUT = "output tokens a second, from the first request to the end of the window"
 
 
-@frozen
-class Sizes:
-    """The lengths of a load's requests, and how many run."""
-
-    inputs: int
-    outputs: int
-    in_flight: int
-    """Requests in the engine at a time."""
-    decoding: int
-    """Requests that decode at a time in the steady state: less than in flight where the token budget is short."""
-    ramp_steps: float
-    """Steps until that many requests decode, if each step uses its whole token budget."""
-
-
-@frozen
-class Progress:
-    """Counters of a run after a step."""
-
-    seconds: float
-    """Since the first request."""
-    prompt_tokens: int
-    output_tokens: int
-    running: int
-
-
 @frozen(kw_only=True)
 class Result:
-    """One run of a load."""
+    """A run of a load, and what bounds it."""
 
     name: str
-    sizes: Sizes
-    progress: tuple[Progress, ...]
-    window: tuple[int, int] | None
-    """Indices of the window's ends in `progress`; None: there was no steady state."""
-    preemptions: int
-    complete: bool
-    """Whether every request ran to its end."""
+    run: Run
     bound: Bound | None = None
-    profile: Profile | None = None
-    """Kernels of steps after the window."""
-
-    @property
-    def whole(self) -> float:
-        """Output tokens per second of the whole run."""
-        last = self.progress[-1]
-        return last.output_tokens / last.seconds
-
-    @property
-    def window_seconds(self) -> float | None:
-        """Length of the window, seconds."""
-        if self.window is None:
-            return None
-        first, last = (self.progress[end] for end in self.window)
-        return last.seconds - first.seconds
-
-    @property
-    def steady(self) -> float | None:
-        """Output tokens per second of the window."""
-        if self.window is None or self.window_seconds is None:
-            return None
-        first, last = (self.progress[end] for end in self.window)
-        return (last.output_tokens - first.output_tokens) / self.window_seconds
 
     def share(self, rate: float | None) -> float | None:
         """A rate's share of the serial bound."""
@@ -163,9 +99,9 @@ class Result:
 
     def rows(self, published: Published | None) -> Iterator[Row]:
         """The figures as rows of a report."""
+        run = self.run
         baseline, baseline_name = (published.rate, "TensorRT-LLM, published") if published else (None, None)
-        rates = ((STEADY, self.steady), (WHOLE if self.complete else CUT, self.whole))
-        for metric, rate in rates:
+        for metric, rate in ((STEADY, run.steady), (WHOLE if run.complete else CUT, run.whole)):
             if rate is not None:
                 yield Row(
                     metric=metric,
@@ -185,17 +121,14 @@ class Result:
             ]
         for metric, rate in limits:
             yield Row(metric=metric, case=self.name, value=rate, unit="tokens/s")
-        if self.window is not None and self.window_seconds is not None:
-            begin, end = self.window
-            inside = self.progress[begin + 1 : end + 1]
-            running = sum(one.running for one in inside) / len(inside)
-            yield Row(metric="window", case=self.name, value=self.window_seconds, unit="s")
-            yield Row(metric="mean step", case=self.name, value=1e3 * self.window_seconds / len(inside), unit="ms")
-            yield Row(metric="running in a mean step", case=self.name, value=running, unit="requests")
-        yield Row(metric="whole run", case=self.name, value=self.progress[-1].seconds, unit="s")
-        yield Row(metric="preemptions", case=self.name, value=self.preemptions, unit="count")
-        if self.profile is not None:
-            yield from rows_of(self.profile)
+        if run.window_seconds is not None and run.step_seconds is not None and run.mean_running is not None:
+            yield Row(metric="window", case=self.name, value=run.window_seconds, unit="s")
+            yield Row(metric="mean step", case=self.name, value=1e3 * run.step_seconds, unit="ms")
+            yield Row(metric="running in a mean step", case=self.name, value=run.mean_running, unit="requests")
+        yield Row(metric="whole run", case=self.name, value=run.progress[-1].seconds, unit="s")
+        yield Row(metric="preemptions", case=self.name, value=run.preemptions, unit="count")
+        if run.profile is not None:
+            yield from rows_of(run.profile)
 
 
 def parse_case(name: str) -> tuple[int, int]:
@@ -204,163 +137,6 @@ def parse_case(name: str) -> tuple[int, int]:
     if inputs < 1 or outputs < 2:
         raise ValueError(f"{name!r} needs a prompt and two output tokens at least")
     return inputs, outputs
-
-
-def find_sizes(
-    inputs: int, outputs: int, *, cache_tokens: float, block_size: int, max_running: int, budget: int
-) -> Sizes:
-    """How many requests run. cache_tokens: that the cache holds; budget: maximum tokens per step.
-
-    A step of D decoding requests has D / `outputs` new prompts, so that D * (1 + inputs / outputs) is its tokens. Until
-    D requests decode, steps compute all their tokens, whether in prompts or decodes: D * (inputs + outputs / 2).
-    """
-    mean = mean_context(inputs, outputs)
-    in_flight = max(1, min(max_running, int(CACHE_SHARE * cache_tokens / (mean + block_size / 2))))
-    decoding = max(1, min(in_flight, budget * outputs // (inputs + outputs)))
-    return Sizes(inputs, outputs, in_flight, decoding, ramp_steps=decoding * mean / budget)
-
-
-def spread_ages(sizes: Sizes, budget: int) -> list[tuple[int, int]]:
-    """(prompt tokens, output tokens) of the first requests, oldest first. budget: maximum tokens per step.
-
-    Once all their prompts are computed, ages are to be spread evenly over the output. A request whose prompt is
-    computed before others decodes meanwhile, so it begins younger by that many tokens.
-    """
-    lengths = []
-    step = 0.0
-    for number in range(sizes.decoding):
-        wanted = sizes.outputs * (1 - (number + 0.5) / sizes.decoding)
-        age = min(max(round(wanted - (sizes.ramp_steps - step)), 0), sizes.outputs - 1)
-        lengths.append((sizes.inputs + age, sizes.outputs - age))
-        step += (sizes.inputs + age) / (budget - number)
-    return lengths
-
-
-def find_window(progress: Sequence[Progress], inputs: int, outputs: int) -> tuple[int, int] | None:
-    """Indices of the ends of the longest window that has `inputs` prompt tokens per `outputs` output tokens.
-
-    progress: of the time in which new requests follow those that end. None: no window is as long as MIN_WINDOW.
-    """
-    if len(progress) < 2:
-        return None
-    seconds = np.array([one.seconds for one in progress])
-    prompts = np.array([one.prompt_tokens for one in progress], dtype=float) * outputs
-    generated = np.array([one.output_tokens for one in progress], dtype=float) * inputs
-    longest, found = MIN_WINDOW * (seconds[-1] - seconds[0]), None
-    for begin in range(len(progress) - 1):
-        if seconds[-1] - seconds[begin] < longest:
-            break
-        new = generated[begin + 1 :] - generated[begin]
-        error = np.abs(prompts[begin + 1 :] - prompts[begin] - new)
-        balanced = np.flatnonzero((error <= TOLERANCE * new) & (new > 0))
-        if len(balanced) and seconds[end := begin + 1 + int(balanced[-1])] - seconds[begin] > longest:
-            longest, found = seconds[end] - seconds[begin], (begin, end)
-    return found
-
-
-def run(
-    engine: Engine,
-    name: str,
-    sizes: Sizes,
-    *,
-    following: int,
-    aged: bool,
-    seconds: float | None,
-    pool: tuple[int, ...],
-    profiled: int = 0,
-) -> Result:
-    """Run a load.
-
-    following: requests of full length. aged: whether they follow `spread_ages`. seconds: from the moment that the
-    batch is full to the end of the window; None: until the last token. profiled: steps to profile after the window.
-    """
-    first = spread_ages(sizes, engine.config.scheduler.max_batch_tokens) if aged else []
-    load = Load(name=name, lengths=(*first, *[(sizes.inputs, sizes.outputs)] * following))
-    ramp = sum(inputs for inputs, _ in load.lengths[: sizes.decoding])
-    source = load.requests(engine.vocab_size, f"{name} ", prompts=slices(pool, load))
-    in_engine: set[str] = set()
-    progress: list[Progress] = []
-    full = None
-    exhausted = None
-    before = engine.stats()
-    begin = time.perf_counter()
-
-    def fill() -> bool:
-        """Add requests until as many as wanted are in the engine; whether the load has more."""
-        while len(in_engine) < sizes.in_flight:
-            request = next(source, None)
-            if request is None:
-                return False
-            engine.add(request)
-            in_engine.add(request.id)
-        return True
-
-    def advance(step: Step) -> None:
-        in_engine.difference_update(one.request for one in step() if one.finish_reason is not None)
-
-    while True:
-        if exhausted is None and not fill():
-            exhausted = len(progress)
-        if not engine.has_work:
-            break
-        advance(engine.step)
-        stats = engine.stats()
-        now = Progress(
-            seconds=time.perf_counter() - begin,
-            prompt_tokens=stats.prompt_tokens - before.prompt_tokens,
-            output_tokens=stats.generation_tokens - before.generation_tokens,
-            running=stats.running,
-        )
-        progress.append(now)
-        if full is None and now.prompt_tokens >= ramp:
-            full = len(progress) - 1
-        if seconds is not None and full is not None and now.seconds - progress[full].seconds >= seconds:
-            break
-    complete = not in_engine
-    profile = None
-    if profiled and not complete:
-        recent = progress[-min(len(progress), PROFILE_WALL_STEPS) :]
-
-        def work(step: Step) -> int:
-            for _ in range(profiled):
-                fill()
-                advance(step)
-            return profiled
-
-        steps, host, ran = record_steps(engine, work)
-        wall = (recent[-1].seconds - recent[0].seconds) / max(len(recent) - 1, 1) * 1e6
-        profile = Profile(title=name, steps=steps, wall=wall, host=host, ran=ran)
-    for request_id in in_engine:
-        engine.abort(request_id)
-    while engine.has_work:
-        engine.step()
-    window = None
-    if full is not None:
-        window = find_window(progress[full:exhausted], sizes.inputs, sizes.outputs)
-    result = Result(
-        name=name,
-        sizes=sizes,
-        progress=tuple(progress),
-        window=None if window is None or full is None else (full + window[0], full + window[1]),
-        preemptions=stats.preemptions - before.preemptions,
-        complete=complete,
-        profile=profile,
-    )
-    say(f"{name}: {show(result.steady)} output tokens/s in the window, {show(result.whole)} in all")
-    return result
-
-
-def slices(pool: tuple[int, ...], load: Load) -> list[tuple[int, ...]]:
-    """The prompts of a load, each from a random place of `pool`."""
-    draw = random.Random(load.name)
-    starts = [draw.randrange(len(pool) - inputs + 1) for inputs, _ in load.lengths]
-    return [pool[start : start + inputs] for start, (inputs, _) in zip(starts, load.lengths, strict=True)]
-
-
-def cache_tokens(engine: Engine) -> float:
-    """Tokens that the cache of keys and values holds, of contexts of the maximum length."""
-    info = engine.cache_info
-    return info.num_blocks * engine.max_len / info.blocks_per_context
 
 
 def measure(engine: Engine, names: Sequence[str], arguments: argparse.Namespace) -> Iterator[Result]:
@@ -381,7 +157,7 @@ def measure(engine: Engine, names: Sequence[str], arguments: argparse.Namespace)
         published = PUBLISHED[name].requests if name in PUBLISHED else REQUESTS
         aged = arguments.seconds is not None or arguments.requests is not None
         following = arguments.requests or published
-        yield run(
+        done = run(
             engine,
             name,
             sizes,
@@ -391,11 +167,13 @@ def measure(engine: Engine, names: Sequence[str], arguments: argparse.Namespace)
             pool=pool,
             profiled=arguments.profile,
         )
+        say(f"{name}: {show(done.steady)} output tokens/s in the window, {show(done.whole)} in all")
+        yield Result(name=name, run=done)
 
 
 def with_bound(result: Result, roofline: Roofline, prompt_rate: float | None, tokens: float) -> Result:
     """The result with its bound. prompt_rate: prompt tokens per second; tokens: that the cache holds."""
-    inputs, outputs = result.sizes.inputs, result.sizes.outputs
+    inputs, outputs = result.run.sizes.inputs, result.run.sizes.outputs
     batch = steady_batch(inputs, outputs, tokens)
     ceilings = roofline.ceilings
     rates = Rates(bandwidth=ceilings.bandwidth, flops=ceilings.flops, prompt_tokens=prompt_rate)
@@ -416,13 +194,13 @@ def print_results(results: Sequence[Result], published: dict[str, Published], ma
         [
             (
                 result.name,
-                result.sizes.in_flight,
-                show(result.steady),
-                show(result.whole) + ("" if result.complete else " (cut)"),
+                result.run.sizes.in_flight,
+                show(result.run.steady),
+                show(result.run.whole) + ("" if result.run.complete else " (cut)"),
                 *map(show, (bound.serial, bound.serial_best, bound.overlap) if bound else (None, None, None)),
                 *map(show, (known.rate, known.goal) if known else (None, None)),
-                percent(result.share(result.whole if result.steady is None else result.steady)),
-                result.preemptions,
+                percent(result.share(result.run.whole if result.run.steady is None else result.run.steady)),
+                result.run.preemptions,
             )
             for result in results
             for bound, known in [(result.bound, published.get(result.name))]
@@ -493,7 +271,7 @@ def main() -> None:
             "quant": arguments.quant,
             "kv_dtype": engine.cache_info.kv_dtype,
             "cache_tokens": round(cache_tokens(engine)),
-            "in_flight": {result.name: result.sizes.in_flight for result in results},
+            "in_flight": {result.name: result.run.sizes.in_flight for result in results},
             "requests": arguments.requests or ("as published" if arguments.seconds is None else None),
             "seconds": arguments.seconds,
             "given": arguments.given,
@@ -513,8 +291,8 @@ def main() -> None:
         tokens = cache_tokens(engine)
         results = [with_bound(result, roofline, arguments.prompt_rate, tokens) for result in results]
     for result in results:
-        if result.profile is not None:
-            print_profile(result.profile)
+        if result.run.profile is not None:
+            print_profile(result.run.profile)
     print_results(results, published, machine)
     save(roofline.ceilings.source if roofline is not None else None)
 

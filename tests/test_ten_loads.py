@@ -46,6 +46,11 @@ def bounds(loads: Any) -> Any:
     return sys.modules["load_bounds"]
 
 
+@pytest.fixture
+def steady(loads: Any) -> Any:
+    return sys.modules["steady_load"]
+
+
 @pytest.mark.parametrize("name", BOUNDS)
 def test_bounds_equal_those_computed_by_hand(name: str, loads: Any, bounds: Any) -> None:
     inputs, outputs = loads.parse_case(name)
@@ -73,23 +78,25 @@ def test_token_cost_follows_from_the_model(loads: Any, bounds: Any) -> None:
     assert bounds.PROMPT_SHARE * 1.4e15 / cost.prompt_flops == pytest.approx(85_000, rel=0.01)
 
 
-def test_sizes_are_limited_by_cache_batch_and_token_budget(loads: Any) -> None:
+def test_sizes_are_limited_by_cache_batch_and_token_budget(steady: Any) -> None:
     limits = {"cache_tokens": CACHE_TOKENS, "block_size": 16, "max_running": 2048, "budget": 8192}
-    by_cache = loads.find_sizes(1000, 1000, **limits)
+    by_cache = steady.find_sizes(1000, 1000, **limits)
     assert by_cache.in_flight == by_cache.decoding == int(0.98 * CACHE_TOKENS / 1508)
-    by_batch = loads.find_sizes(128, 128, **limits)
+    by_batch = steady.find_sizes(128, 128, **limits)
     assert by_batch.in_flight == by_batch.decoding == 2048
-    by_budget = loads.find_sizes(2048, 128, **limits)
+    by_budget = steady.find_sizes(2048, 128, **limits)
     assert by_budget.in_flight == int(0.98 * CACHE_TOKENS / 2120)
     assert by_budget.decoding == 8192 * 128 // 2176
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_ages_are_even_and_contexts_average_once_the_batch_is_full(name: str, loads: Any) -> None:
+def test_ages_are_even_and_contexts_average_once_the_batch_is_full(name: str, loads: Any, steady: Any) -> None:
     inputs, outputs = loads.parse_case(name)
     budget = 8192
-    sizes = loads.find_sizes(inputs, outputs, cache_tokens=CACHE_TOKENS, block_size=16, max_running=2048, budget=budget)
-    waiting = [prompt for prompt, _ in loads.spread_ages(sizes, budget)]
+    sizes = steady.find_sizes(
+        inputs, outputs, cache_tokens=CACHE_TOKENS, block_size=16, max_running=2048, budget=budget
+    )
+    waiting = [prompt for prompt, _ in steady.spread_ages(sizes, budget)]
     prompts = list(waiting)
     assert max(prompts) < inputs + outputs
     contexts: list[int] = []  # of decoding requests
@@ -111,27 +118,27 @@ def test_ages_are_even_and_contexts_average_once_the_batch_is_full(name: str, lo
     assert max(abs(age - wanted) for age, wanted in zip(ages, even, strict=True)) <= max(3, 0.01 * outputs)
 
 
-def progress(loads: Any, *steps: tuple[float, int, int]) -> list[Any]:
+def progress(steady: Any, *steps: tuple[float, int, int]) -> list[Any]:
     """Counters after steps of these seconds, prompt tokens and output tokens."""
-    found = [loads.Progress(0.0, 0, 0, 8)]
+    found = [steady.Progress(0.0, 0, 0, 8)]
     for seconds, prompts, outputs in steps:
         last = found[-1]
         found.append(
-            loads.Progress(last.seconds + seconds, last.prompt_tokens + prompts, last.output_tokens + outputs, 8)
+            steady.Progress(last.seconds + seconds, last.prompt_tokens + prompts, last.output_tokens + outputs, 8)
         )
     return found
 
 
-def test_window_is_everything_when_all_is_steady(loads: Any) -> None:
-    steady = progress(loads, *[(1.0, 20, 10)] * 50)
-    assert loads.find_window(steady, 2, 1) == (0, 50)
-    assert loads.find_window(steady, 1, 1) is None
-    assert loads.find_window(steady[:1], 2, 1) is None
+def test_window_is_everything_when_all_is_steady(steady: Any) -> None:
+    even = progress(steady, *[(1.0, 20, 10)] * 50)
+    assert steady.find_window(even, 2, 1) == (0, 50)
+    assert steady.find_window(even, 1, 1) is None
+    assert steady.find_window(even[:1], 2, 1) is None
 
 
-def test_window_leaves_out_steps_of_prompts_or_decodes_alone(loads: Any) -> None:
-    mixed = progress(loads, *[(1.0, 0, 10)] * 10, *[(1.0, 20, 10)] * 80, *[(1.0, 0, 10)] * 10)
-    begin, end = loads.find_window(mixed, 2, 1)
+def test_window_leaves_out_steps_of_prompts_or_decodes_alone(steady: Any) -> None:
+    mixed = progress(steady, *[(1.0, 0, 10)] * 10, *[(1.0, 20, 10)] * 80, *[(1.0, 0, 10)] * 10)
+    begin, end = steady.find_window(mixed, 2, 1)
     first, last = mixed[begin], mixed[end]
     assert last.prompt_tokens - first.prompt_tokens == pytest.approx(
         2 * (last.output_tokens - first.output_tokens), rel=0.02
@@ -139,19 +146,15 @@ def test_window_leaves_out_steps_of_prompts_or_decodes_alone(loads: Any) -> None
     assert 80 <= end - begin <= 82
 
 
-def test_rates_count_the_window_and_the_whole_run(loads: Any, bounds: Any) -> None:
-    counters = progress(loads, (5.0, 100, 0), *[(1.0, 20, 10)] * 10, (5.0, 0, 20))
-    result = loads.Result(
-        name="2/1",
-        sizes=loads.Sizes(2, 1, 8, 8, 1.0),
-        progress=tuple(counters),
-        window=(1, 11),
-        preemptions=0,
-        complete=True,
-        bound=bounds.Bound(serial=20.0, serial_best=25.0, overlap=40.0),
+def test_rates_count_the_window_and_the_whole_run(loads: Any, bounds: Any, steady: Any) -> None:
+    counters = progress(steady, (5.0, 100, 0), *[(1.0, 20, 10)] * 10, (5.0, 0, 20))
+    run = steady.Run(
+        sizes=steady.Sizes(2, 1, 8, 8, 1.0), progress=tuple(counters), window=(1, 11), preemptions=0, complete=True
     )
-    assert result.steady == 10
-    assert result.whole == 120 / 20
+    assert run.steady == 10
+    assert run.whole == 120 / 20
+    bound = bounds.Bound(serial=20.0, serial_best=25.0, overlap=40.0)
+    result = loads.Result(name="2/1", run=run, bound=bound)
     rows = {row.metric: row for row in result.rows(loads.Published(3000, 16, 18))}
     assert rows[loads.STEADY].share == 0.5
     assert rows[loads.STEADY].baseline == 16
@@ -165,6 +168,8 @@ def test_loads_run_on_a_tiny_model(length: str, whole: bool, loads: Any, tmp_pat
     file = tmp_path / "result.json"
     small = ["--model=tiny", "--quant=auto", "--kv-dtype=auto", "--loads=8/8,16/8", "--max-running=4", length]
     given = ["--set=executor.device=cpu", "--set=cache.memory=32MiB", "--bandwidth=0.02", "--matmul=0.1"]
+    if not whole:
+        given.append("--profile=2")
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / "ten_loads.py"), *small, *given, "--json", str(file)],
         capture_output=True,
@@ -180,6 +185,7 @@ def test_loads_run_on_a_tiny_model(length: str, whole: bool, loads: Any, tmp_pat
         assert 0 < rows[loads.STEADY]["share"] < 1
         assert rows[loads.WHOLE if whole else loads.CUT]["value"] > 0
         assert rows["preemptions"]["value"] == 0
+        assert any(row["case"] == f"profile: {case}" for row in written["rows"]) != whole
 
 
 def test_the_table_of_the_docs_has_the_metrics(loads: Any) -> None:
