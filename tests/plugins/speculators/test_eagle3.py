@@ -12,6 +12,7 @@ import torch
 
 from engine.core import Engine, SamplingParams
 from engine.core.errors import CheckpointError, ConfigError, PluginError
+from engine.core.layers import LayerFactory
 from engine.core.speculators import DeviceProposals, TargetRows
 from engine.core.types import Request
 from engine.plugins.speculators.eagle3 import Eagle3
@@ -99,6 +100,7 @@ def check(
         ({"own_embedding": True}, {"cache__block_size": 4, "speculator__max_drafts": 6}),
         ({"layer_ids": (1, 3, 6)}, {"speculator__max_drafts": 1}),
         ({"layer_ids": (0, 5, 5)}, {}),
+        ({"layer_ids": (2, 4, 8)}, {}),
         ({"norm_before_fc": True, "norm_output": True, "layout": "speculators"}, {}),
         ({"fc_norm": True, "norm_output": True, "norm_before_residual": True}, {"scheduler__max_batch_tokens": 11}),
         ({"eagle_config": {"norm_before_fc": True}}, {}),
@@ -112,6 +114,7 @@ def check(
         "own embedding",
         "other layers",
         "a layer twice",
+        "what leaves the last layer",
         "input normed as a whole",
         "input normed by layer",
         "normed as modelopt says",
@@ -205,7 +208,7 @@ def test_layers_named_by_their_outputs_are_those_before(
 @pytest.mark.parametrize(
     ("heads", "error", "message"),
     [
-        ({"layer_ids": (2, 4, 8)}, ConfigError, r"entering layers 2, 4, 8, and the model has 8 layers"),
+        ({"layer_ids": (2, 4, 9)}, ConfigError, r"entering layers 2, 4, 9, and the model has 8 layers"),
         ({"fc_norm": True, "norm_before_fc": True}, CheckpointError, r"EAGLE-3 heads have one of them at most"),
         ({"norm_output": "yes"}, CheckpointError, r"'norm_output' is 'yes'; it must be true or false"),
         ({"draft_vocab_size": 600}, CheckpointError, r"have 600 draft tokens, and the model has 512 tokens"),
@@ -228,6 +231,20 @@ def test_engine_refuses_a_model_that_gives_no_hidden_states(tmp_path: Path) -> N
     write_heads(tmp_path / "heads")
     with pytest.raises(ConfigError, match=r"does not give the hidden states entering layers 2, 4, 5"):
         build(path, tmp_path / "heads")
+
+
+def test_engine_refuses_a_model_without_a_final_norm_of_the_factory(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As models of third parties may be."""
+
+    def norm(self: LayerFactory, name: str, size: int, eps: float, kind: Any = "rms", *, num_layers: int) -> Any:
+        return self.norm(name, size, eps, kind)
+
+    monkeypatch.setattr(LayerFactory, "final_norm", norm)
+    write_heads(tmp_path, layer_ids=(2, 4, 8))
+    with pytest.raises(ConfigError, match=r"does not give the hidden states that leave its last layer.*final_norm"):
+        build(target, tmp_path)
 
 
 def test_engine_refuses_a_model_as_heads_and_heads_as_a_model(target: Path, tmp_path: Path) -> None:
