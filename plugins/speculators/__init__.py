@@ -40,3 +40,10 @@ def register_speculators(register: Register) -> None:
         summary="EAGLE-3 heads on hidden states of the model, on the device",
         preference=30,
     )
+    register(
+        "mtp",
+        lazy("engine.plugins.speculators.mtp:MTP"),
+        api="2",
+        summary="multi-token prediction (MTP) heads among the model's own weights, on the device",
+        preference=25,
+    )
