@@ -11,6 +11,7 @@ from engine.core.types import Request
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = [tuple((7 * row + 3 * column) % 256 for column in range(5 + 13 * row)) for row in range(4)]
+DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=20, ignore_eos=True)
 Received = list[tuple[str, int, Sequence[int]]]
 """(request, its number of tokens, the proposal) of each proposal that comes from the device."""
 
@@ -72,3 +73,8 @@ def check_whole_runs(
     stats = engine.stats().speculation
     assert stats is not None
     assert 0 < sum(stats.accepted) < sum(stats.verified)
+
+
+def drawn(engine: Engine) -> list[tuple[int, ...]]:
+    """Outputs for PROMPTS that are drawn with a seed."""
+    return [done.token_ids for done in engine.generate(PROMPTS, DRAWN)]

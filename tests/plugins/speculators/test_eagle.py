@@ -16,7 +16,7 @@ from engine.testing.checkpoints import make_checkpoint
 
 from .eagle3_reference import write_heads as write_eagle3
 from .eagle_reference import Reference, write_heads
-from .heads_in_engine import GREEDY, PROMPTS, Received, build, check, check_whole_runs, run
+from .heads_in_engine import GREEDY, PROMPTS, Received, build, check, check_whole_runs, drawn, run
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +103,17 @@ def test_two_ranks_propose_the_same(
     with build(target, "eagle", tmp_path, executor__tensor_parallel=2) as engine:
         assert run(engine, expected) == expected
     check(reference.propose, received, expected)
+
+
+def test_tokens_drawn_with_a_seed_are_those_without_drafts(target: Path, tmp_path: Path) -> None:
+    write_heads(tmp_path)
+    with build(target, "") as engine:
+        alone = drawn(engine)
+    with build(target, "eagle", tmp_path) as engine:
+        assert drawn(engine) == alone
+        stats = engine.stats().speculation
+        assert stats is not None
+        assert sum(stats.verified) > 20
 
 
 def test_random_heads_change_no_token(target: Path, tmp_path: Path, expected: list[tuple[int, ...]]) -> None:

@@ -14,7 +14,7 @@ from engine.core.speculators import SpeculatorSpec
 from engine.plugins.speculators.mtp import MTP
 from engine.testing.checkpoints import make_checkpoint
 
-from .heads_in_engine import GREEDY, PROMPTS, Received, build, check, check_whole_runs, run
+from .heads_in_engine import GREEDY, PROMPTS, Received, build, check, check_whole_runs, drawn, run
 from .mtp_reference import NAME, Reference, write_model
 
 
@@ -63,6 +63,16 @@ def test_two_ranks_propose_the_same(
     with build(path, "mtp", executor__tensor_parallel=2) as engine:
         assert run(engine, expected) == expected
     check(reference.propose, received, expected)
+
+
+def test_tokens_drawn_with_a_seed_are_those_without_drafts(model: tuple[Path, Reference]) -> None:
+    with build(model[0], "") as engine:
+        alone = drawn(engine)
+    with build(model[0], "mtp") as engine:
+        assert drawn(engine) == alone
+        stats = engine.stats().speculation
+        assert stats is not None
+        assert sum(stats.verified) > 20
 
 
 def test_auto_takes_the_heads_of_a_model_that_has_some(model: tuple[Path, Reference]) -> None:
