@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.core.layers.hidden_states import HiddenStates
+    from engine.core.layers.norm import Norm
 
 L = TypeVar("L", bound=Layer)
 
@@ -112,6 +113,8 @@ class SingleLayerFactory(ExpertLayers):
         """Where the states entering some decoder layers are kept; None: they are not."""
         self.token_embedding: Embedding | None = None
         """The embedding of tokens: the first that was made."""
+        self.last_norm: Norm | None = None
+        """The norm before the LM head, if `final_norm` made it."""
         self._stored = stored
         self._modules = None if stored is None else frozenset(name.rpartition(".")[0] for name in stored)
         self._cache = None if cache is None or cache.one else cache
@@ -138,6 +141,10 @@ class SingleLayerFactory(ExpertLayers):
     def stores(self, module: str) -> bool | None:
         """Whether the checkpoint has tensors of a module, as MODULE.weight. None: with random weights it is open."""
         return None if self._modules is None else module in self._modules
+
+    def stores_tensor(self, name: str) -> bool | None:
+        """Whether the checkpoint has a tensor. None: with random weights it is open."""
+        return None if self._stored is None else name in self._stored
 
     def accept_prefix(self, prefix: str, former: str) -> None:
         """Let a checkpoint without names that begin with `prefix` have names that begin with `former` instead."""

@@ -1,4 +1,4 @@
-"""Keeps the hidden states that enter some decoder layers of a model, for a speculator that computes with them."""
+"""Keeps the hidden states between some decoder layers of a model, for a speculator that computes with them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from engine.core.layers.blocks import AttentionBlock
 
 if TYPE_CHECKING:
     from engine.core.distributed.partial_sum import PartialSum
+    from engine.core.layers.norm import Norm
     from engine.core.layers.rotary import Angles
     from engine.core.models.forward_pass import ForwardPass
 
@@ -21,7 +22,8 @@ class HiddenStates:
     def __init__(
         self, layers: Sequence[int], hidden_size: int, *, max_rows: int, dtype: torch.dtype, device: str
     ) -> None:
-        """layers: numbers of decoder layers, which may repeat. max_rows: tokens of the largest forward pass."""
+        """layers: numbers of decoder layers, which may repeat; the number of layers stands for the final norm, whose
+        input is the output of the last layer. max_rows: tokens of the largest forward pass."""
         self._places: dict[int, list[int]] = {}
         """By layer, its columns begin at these multiples of the hidden size."""
         for place, layer in enumerate(layers):
@@ -72,3 +74,21 @@ class StoringAttentionBlock:
         hidden, residual = self._block(run, hidden, residual, angles)
         self._states.store(self._layer, residual)  # now, since the next layer may overwrite it
         return hidden, residual
+
+
+class StoringNorm:
+    """The norm after the last decoder layer, which stores the hidden states that enter it."""
+
+    def __init__(self, norm: Norm, num_layers: int, states: HiddenStates) -> None:
+        self._norm = norm
+        self._num_layers = num_layers
+        self._states = states
+        states.missing.discard(num_layers)
+
+    def __call__(
+        self, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As RMSNorm."""
+        normed, total = self._norm(x, residual)
+        self._states.store(self._num_layers, total)
+        return normed, total

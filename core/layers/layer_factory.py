@@ -17,7 +17,7 @@ from engine.core.layers.blocks import (
 )
 from engine.core.layers.factory import SingleLayerFactory
 from engine.core.layers.head_norm import HeadNorm, ProjectionNorm, ProjectionPart
-from engine.core.layers.hidden_states import StoringAttentionBlock
+from engine.core.layers.hidden_states import StoringAttentionBlock, StoringNorm
 from engine.core.layers.linear import PartialLinear
 from engine.core.layers.norm import LayerNorm, Norm, NormKind, ResidualAddition, RMSNorm
 from engine.core.layers.sparse_mlp import SparseMLP, SparseMLPSpec
@@ -44,6 +44,17 @@ class LayerFactory(SingleLayerFactory):
             f"{name}.weight", size, eps, self.dtype, self._group, unit_offset=kind == "rms_unit_offset"
         )
         return self._record(made)
+
+    def final_norm(
+        self, name: str, size: int, eps: float, kind: NormKind = "rms", *, num_layers: int
+    ) -> Norm | StoringNorm:
+        """The norm of what the last decoder layer returns, before the LM head.
+
+        num_layers: number of decoder layers. A speculator may compute with the hidden states that enter this norm.
+        """
+        made = self.last_norm = self.norm(name, size, eps, kind)
+        states = self.hidden_states
+        return made if states is None or not states.has(num_layers) else StoringNorm(made, num_layers, states)
 
     def head_norm(
         self, parts: Sequence[tuple[str, int]], head_dim: int, eps: float, *, unit_offset: bool = False

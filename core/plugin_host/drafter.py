@@ -103,7 +103,7 @@ def resolve_drafter(
             f"layers of the speculator's model in {checkpoint.path} keep a state, which cannot go back to the last"
             " accepted token; use a model with attention alone"
         )
-    beyond = [layer for layer in shape.hidden_layers if not 0 <= layer < target.num_layers]
+    beyond = [layer for layer in shape.hidden_layers if not 0 <= layer <= target.num_layers]
     if beyond:
         raise ConfigError(
             f"the speculator in {checkpoint.path} computes with the hidden states entering layers"

@@ -82,7 +82,7 @@ def speculator_question(config: EngineConfig, checkpoint: Mapping[str, Any], mod
     model_spec = shape_of(model, checkpoint)
     own = config.speculator.model
     drafts = Checkpoint.open(own).config if own else None
-    spec = evolve(speculator_spec(config, model_spec), config=drafts)
+    spec = evolve(speculator_spec(config, model_spec), config=drafts, target_config=checkpoint)
     has_state = any(isinstance(cache, StateShape) for cache in model_spec.layer_caches)
 
     def question(cls: Any) -> str | None:

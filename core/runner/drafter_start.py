@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from engine.core.config.tree import EngineConfig
     from engine.core.device import DeviceInfo
     from engine.core.distributed.rank_group import RankGroup
+    from engine.core.models.base import Model
     from engine.core.plugin_host.drafter import DrafterParts
     from engine.core.plugin_host.result_checks import ResultChecks
     from engine.core.runner.persistent_batch import PersistentBatch
@@ -93,18 +94,15 @@ class DrafterStart:
         states = self._hidden_states
         return (0 if self.layers is None else self.layers.nbytes) + (0 if states is None else states.nbytes)
 
-    def build(self, target: LayerFactory) -> LayerFactory:
+    def build(self, model: Model, target: LayerFactory) -> LayerFactory:
         """Make the speculator, its layers still empty; return the factory that made them.
 
-        target: the factory that has made the target's layers. Raises ConfigError if these do not keep hidden states.
+        model: the target; target: the factory that has made its layers. Raises ConfigError if these do not keep hidden
+        states.
         """
         parts, states = self._parts, self._hidden_states
         if states is not None and states.missing:
-            raise ConfigError(
-                f"{target.model_owner} does not give the hidden states entering layers"
-                f" {', '.join(map(str, sorted(states.missing)))}, which {self._owner} computes with: they are not"
-                " attention blocks of the LayerFactory with norms of their own; use a draft model"
-            )
+            raise ConfigError(f"{target.model_owner} {self._missing_states(states.missing)}; use a draft model")
         quant = parts.quant.from_checkpoint(parts.checkpoint.quantization, parts.quant_options)
         expect(isinstance(quant, QuantMethod), parts.quant_owner, "from_checkpoint()", quant, "a QuantMethod")
         self.layers = LayerFactory(
@@ -128,9 +126,29 @@ class DrafterStart:
                 trained,
                 parts.spec.max_len,
             )
-        spec = evolve(parts.spec, target_embedding=target.token_embedding)
+        last_norm = target.last_norm
+        spec = evolve(
+            parts.spec,
+            target_embedding=target.token_embedding,
+            target_norm=None if last_norm is None else lambda hidden: last_norm(hidden)[0],
+            target_greedy=lambda hidden: model.greedy(hidden)[1],
+        )
         self._speculator = cls(spec, self.layers, parts.options)
         return self.layers
+
+    def _missing_states(self, missing: Collection[int]) -> str:
+        """What the target does not give, and why: a clause to follow its name."""
+        num_layers = self._parts.spec.target.num_layers
+        layers = sorted(layer for layer in missing if layer < num_layers)
+        if layers:
+            return (
+                f"does not give the hidden states entering layers {', '.join(map(str, layers))}, which {self._owner}"
+                " computes with: they are not attention blocks of the LayerFactory with norms of their own"
+            )
+        return (
+            f"does not give the hidden states that leave its last layer, which {self._owner} computes with: its last"
+            " norm is not made by LayerFactory.final_norm"
+        )
 
     def load(self, phases: Phases) -> None:
         """Read the weights. Raises CheckpointError."""

@@ -128,7 +128,7 @@ class RunnerStart:
                 free //= self._group.ranks  # all ranks share the host's memory
             model, layers = self._build_model()
             self.layers = layers
-            factories = [layers] if self._drafter is None else [layers, self._drafter.build(layers)]
+            factories = [layers] if self._drafter is None else [layers, self._drafter.build(model, layers)]
         with phases.phase("weights"):
             self._load_weights(layers, phases)
             if self._drafter is not None:

@@ -35,6 +35,8 @@ class SpeculatorSpec:
     """The model that verifies the proposals. None: unknown, in tests."""
     config: Mapping[str, Any] | None = None
     """config.json of the speculator's own checkpoint (speculator.model); None: that setting is empty."""
+    target_config: Mapping[str, Any] | None = None
+    """config.json of the model that verifies the proposals. None: unknown, in tests."""
 
 
 @frozen(kw_only=True, eq=False)

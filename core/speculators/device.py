@@ -45,6 +45,12 @@ class DrafterSpec:
     target_embedding: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, repr=False)
     """The target's embedding, for the constructor alone: [tokens] int64 -> [tokens, hidden_size of the target]. None
     where the target makes none by the LayerFactory, and in `shape`."""
+    target_norm: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, repr=False)
+    """The target's norm before its LM head: hidden states to normed ones, [tokens, hidden_size of the target]. None
+    where the target makes none by LayerFactory.final_norm, and in `shape`."""
+    target_greedy: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, repr=False)
+    """The target's LM head: normed hidden states [rows, hidden_size of the target] -> the token of the largest logit,
+    [rows] int64. None in `shape`."""
 
 
 @frozen(kw_only=True)
@@ -55,7 +61,8 @@ class DrafterShape:
     """Its attention layers, whose keys and values core caches; with `num_layers` 0 there are none. `vocab_size` and
     `hidden_size` are its own."""
     hidden_layers: tuple[int, ...] = ()
-    """Layers of the target, from 0: the hidden states that enter them are given to `observe`."""
+    """Layers of the target, from 0: the hidden states that enter them are given to `observe`. The target's number of
+    layers stands for what leaves the last one, before the norm."""
 
 
 @frozen(kw_only=True, eq=False)

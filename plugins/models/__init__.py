@@ -7,6 +7,8 @@ CAUSAL = (
     *("Olmo2", "Olmo3", "Granite", "SmolLM3", "Glm4", "Starcoder2", "Cohere2"),
 )
 """Classes of language models, each in a module of its name."""
+ADDED = ("MiMo",)
+"""The same, of language models that transformers lacks."""
 SPARSE = (
     ("mixtral", "Mixtral"),
     ("qwen2_moe", "Qwen2Moe"),
@@ -25,7 +27,7 @@ TEXT_TOWERS = (
 @hookimpl
 def register_models(register: Register) -> None:
     """Register the built-in models."""
-    for name, cls in (*((cls.lower(), cls) for cls in CAUSAL), *SPARSE):
+    for name, cls in (*((cls.lower(), cls) for cls in (*CAUSAL, *ADDED)), *SPARSE):
         loader = lazy(f"engine.plugins.models.{name}:{cls}")
         register(name, loader, api="2", summary=f"native: {cls}ForCausalLM checkpoints", preference=10)
     for name, cls, architecture in TEXT_TOWERS:

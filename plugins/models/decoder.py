@@ -101,7 +101,9 @@ class Decoder(Model):
         self._rotaries = [None if rope is None else layers.rotary(rope) for rope in ropes]
         self._blocks = [(self.block(index, shape, layers), ropes.index(rope)) for index, rope in enumerate(shape.ropes)]
         """Each decoder layer, and the number of its rotary embedding."""
-        self._norm = layers.norm(f"{shape.prefix}norm", shape.hidden_size, shape.norm_eps, shape.norm_kind)
+        self._norm = layers.final_norm(
+            f"{shape.prefix}norm", shape.hidden_size, shape.norm_eps, shape.norm_kind, num_layers=shape.num_layers
+        )
         tied = self._embedding if shape.tied else None
         self._lm_head = layers.lm_head(
             shape.head,

@@ -27,9 +27,23 @@ def register_speculators(register: Register) -> None:
         preference=20,
     )
     register(
+        "eagle",
+        lazy("engine.plugins.speculators.eagle:Eagle"),
+        api="2",
+        summary="EAGLE-1 or EAGLE-2 heads on the last hidden states of the model, on the device",
+        preference=15,  # below draft_model: config.json of many such heads looks like a model's
+    )
+    register(
         "eagle3",
         lazy("engine.plugins.speculators.eagle3:Eagle3"),
         api="2",
         summary="EAGLE-3 heads on hidden states of the model, on the device",
         preference=30,
+    )
+    register(
+        "mtp",
+        lazy("engine.plugins.speculators.mtp:MTP"),
+        api="2",
+        summary="multi-token prediction (MTP) heads among the model's own weights, on the device",
+        preference=25,
     )

@@ -12,6 +12,7 @@ from attrs import evolve
 from engine.core.errors import CheckpointError, ConfigError
 from engine.core.speculators import DeviceSpeculator, DrafterShape, DrafterSpec, SpeculatorSpec, TargetRows
 from engine.plugins.speculators.eagle3_config import is_eagle3
+from engine.plugins.speculators.eagle_config import is_eagle
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,8 @@ class DraftModel(DeviceSpeculator[None]):
             return "it needs a draft model; name its directory or its name on the hub as speculator.model"
         if is_eagle3(spec.config):
             return "speculator.model has EAGLE-3 heads, which are no model; use the speculator eagle3"
+        if is_eagle(spec.config):
+            return "speculator.model has EAGLE heads, which are no model; use the speculator eagle"
         return None
 
     @classmethod

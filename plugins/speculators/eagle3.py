@@ -10,8 +10,9 @@ import torch
 from engine.core.errors import CheckpointError
 from engine.core.layers import Layer
 from engine.core.quant import TensorSpec
-from engine.core.speculators import DeviceSpeculator, DrafterShape, DrafterSpec, SpeculatorSpec, TargetRows
+from engine.core.speculators import DrafterShape, DrafterSpec, SpeculatorSpec
 from engine.plugins.speculators.eagle3_config import is_eagle3, parse_eagle3
+from engine.plugins.speculators.heads import DraftHeads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,16 +21,12 @@ if TYPE_CHECKING:
     from engine.core.models import ForwardPass
 
 
-class Eagle3(DeviceSpeculator[None]):
-    """Row i takes the hidden states of the model at token i and the embedding of token i + 1.
+class Eagle3(DraftHeads):
+    """Takes the hidden states that enter three of the model's layers.
 
-    The hidden states of three layers, side by side, become one by a linear layer; while a proposal is made, the layer's
-    own output stands for it. Heads differ in what is normed: nothing before the linear layer, all its input or that of
-    each layer (EAGLE 3.1); and in whether the output that is passed on is normed.
+    Side by side, they become one by a linear layer. Heads differ in what is normed: nothing before the linear layer,
+    all its input or that of each layer (EAGLE 3.1); and in whether the output that is passed on is normed.
     """
-
-    api = "2"
-    looks_ahead = True
 
     @classmethod
     def refuses(cls, spec: SpeculatorSpec) -> str | None:
@@ -42,16 +39,17 @@ class Eagle3(DeviceSpeculator[None]):
     @classmethod
     def shape(cls, spec: DrafterSpec, options: None) -> DrafterShape:
         config = parse_eagle3(spec.config, spec.target.num_layers)
-        if config.vocab_size > spec.vocab_size:
+        if config.num_drafts > spec.vocab_size:
             raise CheckpointError(
-                f"the EAGLE-3 heads in {spec.path} have {config.vocab_size} draft tokens, and the model has"
+                f"the EAGLE-3 heads in {spec.path} have {config.num_drafts} draft tokens, and the model has"
                 f" {spec.vocab_size} tokens; use heads that were trained for this model"
             )
-        return DrafterShape(model_spec=config.model_spec(), hidden_layers=config.hidden_layers)
+        return DrafterShape(model_spec=config.layer.model_spec(config.num_drafts), hidden_layers=config.hidden_layers)
 
     def __init__(self, spec: DrafterSpec, layers: LayerFactory, options: None) -> None:
         config = parse_eagle3(spec.config, spec.target.num_layers)
-        size, eps = config.hidden_size, config.norm_eps
+        layer = config.layer
+        size, eps = layer.hidden_size, layer.norm_eps
         name = "midlayer" if layers.stores("midlayer.self_attn.q_proj") else "layers.0"
         attention = f"{name}.self_attn"
         self._norm_before_residual, self._norm_output = config.norm_before_residual, config.norm_output
@@ -68,55 +66,41 @@ class Eagle3(DeviceSpeculator[None]):
         self._qkv = layers.qkv(
             (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
             2 * size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            bias=config.bias,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            bias=layer.attention_bias,
         )
-        heads, kv_heads = layers.shard(config.num_heads, "query heads"), layers.shard_kv_heads(config.num_kv_heads)
+        heads, kv_heads = layers.shard(layer.num_heads, "query heads"), layers.shard_kv_heads(layer.num_kv_heads)
         head_norm: HeadNorm | None = None
         if layers.stores(f"{attention}.q_norm"):  # as a layer of Qwen3 has
             head_norm = layers.head_norm(
-                [(f"{attention}.q_norm", heads), (f"{attention}.k_norm", kv_heads)], config.head_dim, eps
+                [(f"{attention}.q_norm", heads), (f"{attention}.k_norm", kv_heads)], layer.head_dim, eps
             )
-        self._attention = layers.attention(0, heads, kv_heads, config.head_dim, head_norm, attention)
+        self._attention = layers.attention(0, heads, kv_heads, layer.head_dim, head_norm, attention)
         self._output = layers.partial_linear(
-            f"{attention}.o_proj", size, config.num_heads * config.head_dim, bias=config.bias
+            f"{attention}.o_proj", size, layer.num_heads * layer.head_dim, bias=layer.attention_bias
         )
         self._mlp = layers.gated_mlp(
-            f"{name}.mlp", size, config.intermediate_size, norm=f"{name}.post_attention_layernorm", eps=eps
+            f"{name}.mlp", size, layer.intermediate_size, norm=f"{name}.post_attention_layernorm", eps=eps
         )
-        self._rotary = layers.rotary(config.rope)
+        self._rotary = layers.rotary(layer.rope)
         self._norm = layers.norm("norm", size, eps)
-        self._head = layers.lm_head("lm_head", config.vocab_size, size)
-        self._targets = TargetTokens(config.vocab_size, spec.vocab_size, spec.path.name)
+        self._head = layers.lm_head("lm_head", config.num_drafts, size)
+        self._targets = TargetTokens(config.num_drafts, spec.vocab_size, spec.path.name)
         layers.layers.append(self._targets)
         layers.ignore("t2d")
 
-    def observe(self, run: ForwardPass, target: TargetRows) -> torch.Tensor:
-        assert target.hidden is not None, "the shape asks for hidden states"
-        assert target.next_tokens is not None, "the speculator looks ahead"
-        return self._forward(run, target.next_tokens, self._fc(self._normed_input(target.hidden)))
-
-    def advance(self, run: ForwardPass, hidden: torch.Tensor) -> torch.Tensor:
-        return self._forward(run, run.batch.tokens, hidden)
-
-    def choose(self, hidden: torch.Tensor) -> torch.Tensor:
-        normed = hidden if self._norm_output else self._norm(hidden)[0]
-        return self._targets(self._head.greedy(normed)[1])
-
-    def _normed_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states of the target's layers, side by side: [tokens, layers * hidden_size of the target]."""
+    def features(self, hidden: torch.Tensor) -> torch.Tensor:
         norms = self._input_norms
         if not norms:
-            return hidden
+            return self._fc(hidden)
         parts = hidden.chunk(len(norms), -1)
         normed = [norm(part.contiguous())[0] for norm, part in zip(norms, parts, strict=True)]
-        return normed[0] if len(normed) == 1 else torch.cat(normed, -1)
+        return self._fc(normed[0] if len(normed) == 1 else torch.cat(normed, -1))
 
-    def _forward(self, run: ForwardPass, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The layer's output, before the last norm or after it. tokens: [rows] int64; hidden: [rows, hidden_size]."""
-        normed, residual = self._hidden_norm(hidden)
+    def forward(self, run: ForwardPass, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        normed, residual = self._hidden_norm(features)
         if self._norm_before_residual:
             residual = normed
         embedded, _ = self._embedding_norm(self._embedding(tokens))
@@ -126,6 +110,10 @@ class Eagle3(DeviceSpeculator[None]):
         # A partial sum is reduced by the norm, which also returns the sum with the residual.
         after, before = self._norm(made, residual)
         return after if self._norm_output else before
+
+    def choose(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = hidden if self._norm_output else self._norm(hidden)[0]
+        return self._targets(self._head.greedy(normed)[1])
 
 
 class TargetTokens(Layer):

@@ -11,7 +11,8 @@ import torch
 
 from engine.core import Engine, SamplingParams
 from engine.testing.checkpoints import make_checkpoint
-from tests.plugins.speculators.eagle3_reference import LAYER_CONFIG, Reference, write_heads
+from tests.plugins.speculators.decoder_reference import LAYER_CONFIG
+from tests.plugins.speculators.eagle3_reference import Reference, write_heads
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +37,7 @@ def test_heads_compute_what_the_reference_computes(script: Any, target: Path, tm
     heads.load_state_dict({name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")})
     tokens = [(11 * place) % 512 for place in range(12)]
     hidden = reference.inputs(tokens[:10])
-    table = reference._target.get_input_embeddings()(torch.tensor([tokens]))
+    table = reference.target.embedding[torch.tensor([tokens])]
     cache: list[tuple[torch.Tensor, torch.Tensor]] = []
     first = heads(hidden[None], table[:, 1:11], 0, cache)
     assert_close(first[0], reference.outputs(hidden, tokens[1:11]))

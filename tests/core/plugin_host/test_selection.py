@@ -142,18 +142,19 @@ def test_an_engine_has_no_speculator_unless_one_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["bold", "auto"])
-def test_a_speculator_is_chosen_by_name_or_by_auto_and_asked_with_the_shape(name: str) -> None:
+def test_a_speculator_is_chosen_by_name_or_by_auto_and_asked_with_shape_and_config(name: str) -> None:
     asked: list[SpeculatorSpec] = []
     bold = concrete(Speculator, options_class=Options, refuses=classmethod(lambda cls, spec: asked.append(spec)))
     plugins = registry(("speculators", "bold", bold, 1))
-    parts = resolve(speculating(name, options={"splits": 2}, max_drafts=3), plugins, CPU, {})
+    config = {"model_type": "mine"}
+    parts = resolve(speculating(name, options={"splits": 2}, max_drafts=3), plugins, CPU, config)
     assert parts.speculator is not None
     assert parts.speculator.__wrapped__ is bold  # type: ignore[attr-defined]
     assert parts.options["speculators"] == Options(splits=2)
     assert chosen(parts, "speculators")[0] == "bold"
     [spec] = asked
     assert spec.target is not None
-    assert spec == SpeculatorSpec(vocab_size=100, max_len=512, max_drafts=3, target=spec.target)
+    assert spec == SpeculatorSpec(vocab_size=100, max_len=512, max_drafts=3, target=spec.target, target_config=config)
 
 
 def test_a_speculator_passed_in_is_taken_and_one_that_refuses_is_an_error() -> None:

@@ -19,7 +19,7 @@ from tests.core.runner.test_cuda_graphs import (
     build,
     tokens_of,
 )
-from tests.plugins.speculators.eagle3_reference import write_heads
+from tests.plugins.speculators import eagle3_reference, eagle_reference, mtp_reference
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,21 @@ def expected(checkpoint: Path) -> list[tuple[int, ...]]:
 
 def drafting(draft: Path, **settings: Any) -> dict[str, Any]:
     return {"speculator": "draft_model", "speculator__model": str(draft), "speculator__length": "fixed", **settings}
+
+
+HEADS = ("eagle3", "eagle", "mtp")
+
+
+def with_heads(directory: Path, speculator: str) -> tuple[Path, dict[str, Any]]:
+    """Write a model and its heads; return its directory and the settings."""
+    target, heads = directory / "target", directory / "heads"
+    if speculator == "mtp":
+        target.mkdir()
+        mtp_reference.write_model(target)
+        return target, {"speculator": "mtp", "speculator__length": "fixed"}
+    make_checkpoint(target, "llama", tokenizer=True, num_hidden_layers=8)
+    (eagle3_reference if speculator == "eagle3" else eagle_reference).write_heads(heads)
+    return target, drafting(heads, speculator=speculator)
 
 
 def speculation(engine: Engine) -> SpeculationStats:
@@ -81,12 +96,12 @@ def test_drafts_of_another_model_change_no_token_between_replays(
         assert sum(speculation(engine).verified) > 50
 
 
+@pytest.mark.parametrize("speculator", HEADS)
 def test_hidden_states_of_replays_are_those_of_plain_steps(
-    replays: type[ReplayByRunning], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    replays: type[ReplayByRunning], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speculator: str
 ) -> None:
-    """EAGLE-3 heads then propose the same tokens."""
-    target = make_checkpoint(tmp_path / "target", "llama", tokenizer=True, num_hidden_layers=8)
-    write_heads(tmp_path / "heads")
+    """Heads then propose the same tokens."""
+    target, settings = with_heads(tmp_path, speculator)
     receive = DeviceProposals.receive
     found: list[tuple[int, tuple[int, ...]]] = []
 
@@ -97,8 +112,7 @@ def test_hidden_states_of_replays_are_those_of_plain_steps(
     monkeypatch.setattr(DeviceProposals, "receive", noted)
     outputs, proposals = [], []
     for graphs in ("decode", "off"):
-        settings = drafting(tmp_path / "heads", speculator="eagle3", running=16, executor__graphs=graphs)
-        with build(target, attention=FixedAttention, **settings) as engine:
+        with build(target, attention=FixedAttention, running=16, executor__graphs=graphs, **settings) as engine:
             outputs.append(tokens_of(engine, GREEDY))
         proposals.append(sorted(found))
         found.clear()
@@ -126,12 +140,12 @@ def test_drafts_of_the_model_itself_on_a_gpu(checkpoint: Path, attention: str, o
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("on", ["on", "decode", "off"])
-def test_eagle_heads_on_a_gpu(tmp_path: Path, on: str) -> None:
-    target = make_checkpoint(tmp_path / "target", "llama", tokenizer=True, num_hidden_layers=8)
-    write_heads(tmp_path / "heads")
+@pytest.mark.parametrize("speculator", HEADS)
+def test_heads_on_a_gpu(tmp_path: Path, on: str, speculator: str) -> None:
+    target, settings = with_heads(tmp_path, speculator)
     usual = {"executor__device": "cuda", "executor__graphs": on, "attention": "triton", "model__dtype": "float32"}
     with build(target, running=16, **usual) as engine:
         alone = tokens_of(engine)
-    with build(target, **drafting(tmp_path / "heads", speculator="eagle3", running=16), **usual) as engine:
+    with build(target, running=16, **settings, **usual) as engine:
         assert tokens_of(engine) == alone
         assert sum(speculation(engine).verified) > 100

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,14 @@ import torch
 
 from engine.core import Engine, SamplingParams
 from engine.core.errors import CheckpointError, ConfigError, PluginError
-from engine.core.speculators import DeviceProposals, TargetRows
-from engine.core.types import Request
+from engine.core.layers import LayerFactory
+from engine.core.speculators import TargetRows
 from engine.plugins.speculators.eagle3 import Eagle3
 from engine.testing.checkpoints import make_checkpoint
 
+from . import heads_in_engine
 from .eagle3_reference import LAYERS, Reference, write_heads
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-PROMPTS = [tuple((7 * row + 3 * column) % 256 for column in range(5 + 13 * row)) for row in range(4)]
+from .heads_in_engine import GREEDY, PROMPTS, Received, check, check_whole_runs, run
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +28,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(path, "llama", tokenizer=True, num_hidden_layers=8)
 
 
-def build(target: Path, heads: Path | None, **settings: Any) -> Engine:
-    common = {
-        "executor__device": "cpu",
-        "cache__memory": "8MiB",
-        "model__max_len": 256,
-        "model__dtype": "float32",
-    }
-    if heads is not None:
-        common |= {"speculator": "eagle3", "speculator__model": str(heads), "speculator__length": "fixed"}
-    return Engine(model=str(target), **{**common, **settings})
+def build(target: Path, heads: Path | None, speculator: str = "eagle3", **settings: Any) -> Engine:
+    return heads_in_engine.build(target, "" if heads is None else speculator, heads, **settings)
+
+
+def propose(reference: Reference, layers: Sequence[int] = LAYERS) -> Callable[[Sequence[int], int], list[int]]:
+    return lambda tokens, count: reference.propose(tokens, count, layers)
 
 
 @pytest.fixture(scope="module")
@@ -46,48 +41,6 @@ def expected(target: Path) -> list[tuple[int, ...]]:
     """Outputs without a speculator."""
     with build(target, None) as engine:
         return [done.token_ids for done in engine.generate(PROMPTS, GREEDY)]
-
-
-@pytest.fixture
-def received(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, Sequence[int]]]:
-    """(request, its number of tokens, the proposal) of each proposal that comes from the device."""
-    found: list[tuple[str, int, Sequence[int]]] = []
-    receive = DeviceProposals.receive
-
-    def noted(self: DeviceProposals, request_id: str, length: int, tokens: Sequence[int]) -> None:
-        found.append((request_id, length, tokens))
-        receive(self, request_id, length, tokens)
-
-    monkeypatch.setattr(DeviceProposals, "receive", noted)
-    return found
-
-
-def run(engine: Engine, predictions: Sequence[tuple[int, ...]] = ()) -> list[tuple[int, ...]]:
-    outputs: dict[str, list[int]] = {str(number): [] for number in range(len(PROMPTS))}
-    for number, prompt in enumerate(PROMPTS):
-        prediction = predictions[number] if predictions else ()
-        engine.add(Request(id=str(number), prompt=prompt, params=GREEDY, prediction=prediction))
-    for _ in range(500):
-        for output in engine.step():
-            outputs[output.request] += output.tokens
-        if all(len(tokens) == GREEDY.max_tokens for tokens in outputs.values()):
-            break
-    return [tuple(tokens) for tokens in outputs.values()]
-
-
-def check(
-    reference: Reference,
-    received: list[tuple[str, int, Sequence[int]]],
-    outputs: Sequence[tuple[int, ...]],
-    layers: Sequence[int] = LAYERS,
-) -> None:
-    """Every proposal received is the reference's."""
-    compared = 0
-    for name, length, tokens in received:
-        whole = (*PROMPTS[int(name)], *outputs[int(name)])[:length]
-        assert list(tokens) == reference.propose(whole, len(tokens), layers)
-        compared += len(tokens)
-    assert compared > 20
 
 
 @pytest.mark.parametrize(
@@ -99,6 +52,7 @@ def check(
         ({"own_embedding": True}, {"cache__block_size": 4, "speculator__max_drafts": 6}),
         ({"layer_ids": (1, 3, 6)}, {"speculator__max_drafts": 1}),
         ({"layer_ids": (0, 5, 5)}, {}),
+        ({"layer_ids": (2, 4, 8)}, {}),
         ({"norm_before_fc": True, "norm_output": True, "layout": "speculators"}, {}),
         ({"fc_norm": True, "norm_output": True, "norm_before_residual": True}, {"scheduler__max_batch_tokens": 11}),
         ({"eagle_config": {"norm_before_fc": True}}, {}),
@@ -112,6 +66,7 @@ def check(
         "own embedding",
         "other layers",
         "a layer twice",
+        "what leaves the last layer",
         "input normed as a whole",
         "input normed by layer",
         "normed as modelopt says",
@@ -123,31 +78,23 @@ def test_proposals_are_the_reference_s(
     target: Path,
     tmp_path: Path,
     expected: list[tuple[int, ...]],
-    received: list[tuple[str, int, Sequence[int]]],
+    received: Received,
     heads: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
-    """Also after drafts that were accepted, from a prediction, and after such that were not."""
     tensors = write_heads(tmp_path, **heads)
     read = {name: heads[name] for name in ("norm_before_residual", "norm_output", "window") if name in heads}
     reference = Reference(target, tensors, **read)
     layers = heads.get("layer_ids", LAYERS)
-    wrong = [(*tokens[:6], 0, 1, *tokens[6:]) for tokens in expected]
     with build(target, tmp_path, **settings) as engine:
-        for predictions in ((), expected, wrong):
-            assert run(engine, predictions) == expected
-            check(reference, received, expected, layers)
-            received.clear()
-        stats = engine.stats().speculation
-        assert stats is not None
-        assert 0 < sum(stats.accepted) < sum(stats.verified)
+        check_whole_runs(engine, propose(reference, layers), received, expected)
 
 
 def test_proposals_are_the_reference_s_after_a_preemption(
     target: Path,
     tmp_path: Path,
     expected: list[tuple[int, ...]],
-    received: list[tuple[str, int, Sequence[int]]],
+    received: Received,
 ) -> None:
     reference = Reference(target, write_heads(tmp_path))
     with build(target, tmp_path) as engine:
@@ -155,7 +102,7 @@ def test_proposals_are_the_reference_s_after_a_preemption(
     with build(target, tmp_path, model__max_len=100, cache__memory=str(8 * bytes_per_block)) as engine:
         assert run(engine) == expected
         assert engine.stats().preemptions > 0
-    check(reference, received, expected)
+    check(propose(reference), received, expected)
 
 
 def test_hidden_states_are_the_reference_s(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,12 +124,12 @@ def test_hidden_states_are_the_reference_s(target: Path, tmp_path: Path, monkeyp
 
 
 def test_two_ranks_propose_the_same(
-    target: Path, tmp_path: Path, expected: list[tuple[int, ...]], received: list[tuple[str, int, Sequence[int]]]
+    target: Path, tmp_path: Path, expected: list[tuple[int, ...]], received: Received
 ) -> None:
     reference = Reference(target, write_heads(tmp_path))
     with build(target, tmp_path, executor__tensor_parallel=2) as engine:
         assert run(engine, expected) == expected
-    check(reference, received, expected)
+    check(propose(reference), received, expected)
 
 
 def test_auto_takes_the_heads_where_they_are_named(target: Path, tmp_path: Path) -> None:
@@ -193,19 +140,19 @@ def test_auto_takes_the_heads_where_they_are_named(target: Path, tmp_path: Path)
 
 
 def test_layers_named_by_their_outputs_are_those_before(
-    target: Path, tmp_path: Path, expected: list[tuple[int, ...]], received: list[tuple[str, int, Sequence[int]]]
+    target: Path, tmp_path: Path, expected: list[tuple[int, ...]], received: Received
 ) -> None:
     """As modelopt names them."""
     heads = write_heads(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 5]})
     with build(target, tmp_path) as engine:
         assert run(engine) == expected
-    check(Reference(target, heads), received, expected, (1, 3, 6))
+    check(propose(Reference(target, heads), (1, 3, 6)), received, expected)
 
 
 @pytest.mark.parametrize(
     ("heads", "error", "message"),
     [
-        ({"layer_ids": (2, 4, 8)}, ConfigError, r"entering layers 2, 4, 8, and the model has 8 layers"),
+        ({"layer_ids": (2, 4, 9)}, ConfigError, r"entering layers 2, 4, 9, and the model has 8 layers"),
         ({"fc_norm": True, "norm_before_fc": True}, CheckpointError, r"EAGLE-3 heads have one of them at most"),
         ({"norm_output": "yes"}, CheckpointError, r"'norm_output' is 'yes'; it must be true or false"),
         ({"draft_vocab_size": 600}, CheckpointError, r"have 600 draft tokens, and the model has 512 tokens"),
@@ -228,6 +175,20 @@ def test_engine_refuses_a_model_that_gives_no_hidden_states(tmp_path: Path) -> N
     write_heads(tmp_path / "heads")
     with pytest.raises(ConfigError, match=r"does not give the hidden states entering layers 2, 4, 5"):
         build(path, tmp_path / "heads")
+
+
+def test_engine_refuses_a_model_without_a_final_norm_of_the_factory(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As models of third parties may be."""
+
+    def norm(self: LayerFactory, name: str, size: int, eps: float, kind: Any = "rms", *, num_layers: int) -> Any:
+        return self.norm(name, size, eps, kind)
+
+    monkeypatch.setattr(LayerFactory, "final_norm", norm)
+    write_heads(tmp_path, layer_ids=(2, 4, 8))
+    with pytest.raises(ConfigError, match=r"does not give the hidden states that leave its last layer.*final_norm"):
+        build(target, tmp_path)
 
 
 def test_engine_refuses_a_model_as_heads_and_heads_as_a_model(target: Path, tmp_path: Path) -> None:
