@@ -112,7 +112,7 @@ class SchedulerConfig:
     )
     max_running: int = setting(
         0,
-        "Maximum running requests, all in one step. 0: 1024 on a GPU of 70 GB or more, else 256.",
+        "Maximum running requests, all in one step. 0: 1024 on a GPU of 70 GB or more without a speculator, else 256.",
         flag="--max-running",
         aliases=("max_num_seqs",),
     )

@@ -45,7 +45,9 @@ def settle(config: EngineConfig, device: DeviceInfo) -> EngineConfig:
         scheduler = evolve(scheduler, max_batch_tokens=BATCH_TOKENS[device.type])
     if not scheduler.max_running:
         is_large = device.type == "cuda" and device.memory_bytes >= LARGE_MEMORY
-        scheduler = evolve(scheduler, max_running=MANY_RUNNING if is_large else FEW_RUNNING)
+        # With drafts a sequence has several rows of logits (6 GiB at 1024), and drafts do not pay in large batches.
+        many = is_large and not config.speculator.name
+        scheduler = evolve(scheduler, max_running=MANY_RUNNING if many else FEW_RUNNING)
     return evolve(config, scheduler=scheduler)
 
 

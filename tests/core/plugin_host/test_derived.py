@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.config.tree import EngineConfig, SchedulerConfig
+from engine.core.config.tree import EngineConfig, SchedulerConfig, SpeculatorConfig
 from engine.core.device import DeviceInfo
 from engine.core.plugin_host.derived import settle
 
@@ -19,6 +19,11 @@ LARGE_GPU = DeviceInfo(type="cuda", memory_bytes=80 * 10**9)
 def test_a_step_is_as_large_as_the_device_suggests(device: DeviceInfo, tokens: int, running: int) -> None:
     scheduler = settle(EngineConfig(), device).scheduler
     assert (scheduler.max_batch_tokens, scheduler.max_running) == (tokens, running)
+
+
+def test_fewer_requests_run_where_each_has_several_rows_of_drafts() -> None:
+    config = EngineConfig(speculator=SpeculatorConfig(name="mine"))
+    assert settle(config, LARGE_GPU).scheduler.max_running == 256
 
 
 def test_a_step_is_as_large_as_the_settings_say() -> None:
