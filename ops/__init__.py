@@ -1,4 +1,7 @@
-"""Triton and C kernels by topic. They take and return plain tensors, and import nothing else of the engine."""
+"""Triton and C kernels by topic. They take and return plain tensors, and import nothing else of the engine.
+
+docs/kernels.md lists what plugins may call.
+"""
 
 import os
 

@@ -318,6 +318,26 @@ def ten_loads_table() -> str:
     return section("Ten loads next to their bounds", text, [table(head, rows)])
 
 
+def shape_sweep_table() -> str:
+    """Random shapes next to the nearest shapes of known models."""
+    report = load_result("h200-shape-sweep")
+    if report is None:
+        return ""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in report["rows"]:
+        found.setdefault(row["case"], {})[row["metric"]] = row
+    rows = []
+    for case, metrics in found.items():
+        time, near, ratio = (metrics[name] for name in ("time", "time of the neighbour", "time over predicted time"))
+        regret = f"{metrics['regret']['value']:.2f}" if "regret" in metrics else ""
+        times = (number(time["value"]), number(ratio["baseline"]), f"{time['share']:.0%}")
+        rows.append((case, *times, near["baseline_name"], f"{near['share']:.0%}", f"{ratio['value']:.2f}", regret))
+    head = ("case", "us", "predicted, us", "of the floor", "neighbour", "of its floor", "ratio", "regret")
+    settings = report["settings"]
+    text = f"{settings['summary']}. Seed {settings['seed']}. {where(report)} Ceilings: {settings['ceilings']}."
+    return section("Random shapes next to known ones", text, [table(head, rows)])
+
+
 SERVED = {1: "h200-serve-llama-3.1-8b", 2: "h200-serve-llama-3.1-8b-tp2", 4: "h200-serve-llama-3.1-8b-tp4"}
 """Results of one model served, by number of GPUs."""
 SERVED_METRICS = ("output tokens a second", "TTFT p50", "TPOT p50", "CPU cores of the server")
@@ -505,6 +525,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "ranks": ("docs/performance.md", ranks_table),
     "startup": ("docs/performance.md", startup_table),
     "loads": ("docs/performance.md", ten_loads_table),
+    "shapes": ("docs/performance.md", shape_sweep_table),
     "ablation": ("docs/performance.md", ablation_table),
     "perplexity": ("docs/quantization.md", perplexity_table),
     "methods": ("docs/quantization.md", methods_tables),

@@ -237,6 +237,51 @@ def test_core_contains_no_plugin_name() -> None:
     assert set(NO_PLUGIN_NAMES) <= set(found), "an exception is not needed any more"
 
 
+CHOOSES_KERNELS = ("core/autotune", "core/layers", "ops", "plugins/attention", "plugins/quant")
+"""Packages that contain kernels or choose them."""
+
+FAMILY = re.compile(
+    r"(?<![a-z])(cohere|deepseek|falcon|gemma|glm|gpt.?oss|granite|llama|minimax|ministral|mistral|mixtral|olmo|phi|qwen"
+    r"|smollm|starcoder)(?![a-z])",
+    re.IGNORECASE,
+)
+"""Names of model families."""
+
+NO_FAMILY_NAMES = {
+    ("core/layers/rotary.py", "llama3"): "rope_type",
+    ("core/layers/rotary.py", "_llama3"): "its function",
+    ("plugins/quant/__init__.py", "experts of 4-bit numbers with a scale per 32: gpt-oss checkpoints"): "a summary",
+    (
+        "plugins/quant/mxfp4.py",
+        "the checkpoint is not quantized; it needs one with quant_method mxfp4 in config.json, as gpt-oss",
+    ): "a refusal",
+}
+"""(file, string or name) -> what it is, other than a condition for a kernel."""
+
+
+def names_and_strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Lines and texts of all identifiers and strings of a module but its docstrings."""
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node.lineno, node.value
+        for text in (getattr(node, part, None) for part in ("id", "attr", "arg", "name")):
+            if isinstance(text, str):
+                yield getattr(node, "lineno", 0), text
+
+
+def test_no_kernel_is_chosen_by_the_name_of_a_model() -> None:
+    found = {
+        (str(file.relative_to(ROOT)), text): f"{file.relative_to(ROOT)}:{line}: {text!r}"
+        for package in CHOOSES_KERNELS
+        for file in modules(package)
+        for line, text in names_and_strings(ast.parse(file.read_text(encoding="utf-8")))
+        if FAMILY.search(text)
+    }
+    assert not [place for key, place in found.items() if key not in NO_FAMILY_NAMES]
+    assert set(NO_FAMILY_NAMES) <= set(found), "an exception is not needed any more"
+
+
 def test_every_module_is_in_a_package() -> None:
     assert not [
         str(file.relative_to(ROOT))

@@ -38,7 +38,7 @@ def test_generated_parts_are_up_to_date(generator: ModuleType) -> None:
 
 def sources_of_plugins() -> dict[str, str]:
     """Python that plugin authors read: the examples of pages, and of packages."""
-    pages = [ROOT / "README.md", ROOT / "docs" / "plugins.md", ROOT / "docs" / "tutorial.md"]
+    pages = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("plugins", "kernels", "tutorial"))]
     found = {
         f"{page.name}, block {number}": source
         for page in pages

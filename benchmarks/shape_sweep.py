@@ -1,0 +1,317 @@
+"""Random shapes next to the nearest shapes that kernels were tuned on: is any kernel or tile chosen for a known model?
+
+    python benchmarks/shape_sweep.py [--seed 0] [--cases 30] [--only KIND ...] [--limit SECONDS] [--json FILE]
+
+Draws cases within what users run: linear layers (16-bit weights at few rows; fp8, int8 and 4-bit weights at few and
+many rows), decode attention (16-bit and float8 caches) and prefill attention. The engine makes each layer and chooses
+its kernel as at start-up, by measurement or by a rule. The neighbour of a case is the nearest shape, by logarithms of
+its sizes, of the linear and attention layers of Qwen3-0.6B and Llama-3.1-8B, with the same weights and the same rows or
+sequences. Linear layers are timed after the norm that makes their input, all from CUDA graphs, with cold weights and
+caches; a case, its neighbour and a tiny layer in turn, ROUNDS times, of which the medians count.
+
+A case's floor is the least time that its bytes or its operations take, at a copy bandwidth and matmul rates measured in
+the same run. A small layer is far from its floor whatever its kernel is, because launches take a fixed time, which the
+tiny layer measures. So times are compared as fixed time + multiple of the floor:
+
+    predicted = fixed + floor * max((neighbour - fixed) / neighbour's floor, 1)
+
+and a case passes if its time is at most MAX_RATIO times the predicted one. Where a rule chooses, the other outcomes of
+the rule are timed too: regret is the chosen one's time over the best one's. Linear layers of up to 8 rows, alone in a
+graph, say less than a chain of layers does (quant_chain.py), by which their rule was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from attrs import frozen
+from sweep_attention import AttentionSweep
+from sweep_cases import (
+    KINDS,
+    LINEAR_KINDS,
+    MAX_RATIO,
+    SMALL,
+    AttentionCase,
+    Case,
+    Limits,
+    LinearCase,
+    Space,
+    draw,
+    predicted,
+)
+from sweep_linears import LinearSweep
+from sweep_timing import SweepTimer, make_timer
+from triton.errors import TritonError
+
+from engine.cli.bench.ceilings import copy_rate, matmul_rate
+from engine.cli.bench.report import Row, percent, report
+from engine.cli.tables import print_table
+from engine.core.errors import EngineError
+
+ROUNDS = 3
+MAX_ERROR = 0.1
+"""Maximum relative error of a result: from the quantization of activations, and from bfloat16."""
+TIME, RATIO, NEIGHBOUR, REGRET = "time", "time over predicted time", "time of the neighbour", "regret"
+"""Metrics of the report."""
+
+
+@frozen(kw_only=True)
+class Result:
+    """What was measured of one case. Times in seconds."""
+
+    case: Case
+    neighbour: Case
+    limits: Limits
+    seconds: float
+    near_seconds: float
+    fixed_seconds: float
+    error: float
+    choices: Mapping[str, float]
+    """Times by each outcome of the rule that chose the kernel, the chosen first. Empty: the choice was measured."""
+
+    @property
+    def predicted(self) -> float:
+        """The time if the case is as good as its neighbour."""
+        near_floor = self.neighbour.floor(self.limits)
+        return predicted(self.case.floor(self.limits), self.near_seconds, near_floor, self.fixed_seconds)
+
+    @property
+    def ratio(self) -> float:
+        """Time over predicted time."""
+        return self.seconds / self.predicted
+
+    @property
+    def share(self) -> float:
+        """Floor over time."""
+        return self.case.floor(self.limits) / self.seconds
+
+    @property
+    def near_share(self) -> float:
+        """The neighbour's."""
+        return self.neighbour.floor(self.limits) / self.near_seconds
+
+    @property
+    def regret(self) -> float | None:
+        """The chosen outcome's time over the best one's. None: there is no rule."""
+        times = list(self.choices.values())
+        return times[0] / min(times) if times else None
+
+    def rows(self) -> list[Row]:
+        """As rows of the report."""
+        name = self.case.name
+        found = [
+            Row(case=name, metric=TIME, value=self.seconds * 1e6, unit="us", share=self.share),
+            Row(
+                case=name,
+                metric=NEIGHBOUR,
+                value=self.near_seconds * 1e6,
+                unit="us",
+                share=self.near_share,
+                baseline_name=self.neighbour.name,
+            ),
+            Row(
+                case=name,
+                metric=RATIO,
+                value=self.ratio,
+                unit="",
+                baseline=self.predicted * 1e6,
+                baseline_name="predicted, us",
+            ),
+            Row(case=name, metric="fixed time", value=self.fixed_seconds * 1e6, unit="us"),
+            Row(case=name, metric="error", value=self.error, unit=""),
+        ]
+        if self.regret is not None:
+            best = min(self.choices, key=lambda one: self.choices[one])
+            seconds = self.choices[best] * 1e6
+            chosen = next(iter(self.choices))
+            label = f"{best}, instead of {chosen}" if best != chosen else best
+            found.append(
+                Row(case=name, metric=REGRET, value=self.regret, unit="", baseline=seconds, baseline_name=label)
+            )
+        return found
+
+    def line(self) -> str:
+        """For the progress."""
+        regret = "" if self.regret is None else f"  regret {self.regret:.3f} of {len(self.choices)}"
+        wrong = "" if self.error < MAX_ERROR else f"  WRONG by {self.error:.3f}"
+        return (
+            f"{self.case.name:<44}{self.seconds * 1e6:>9.1f} us ({percent(self.share)})  next to {self.neighbour.shape}"
+            f" {self.near_seconds * 1e6:.1f} us ({percent(self.near_share)}), fixed {self.fixed_seconds * 1e6:.1f}"
+            f"  ratio {self.ratio:.3f}{regret}{wrong}"
+        )
+
+
+class Sweep:
+    """One run of the benchmark."""
+
+    def __init__(self, device: torch.device, space: Space, limits: Limits) -> None:
+        self._device = device
+        self._space = space
+        self._limits = limits
+        self._timer: SweepTimer = make_timer(device)
+
+    def open(self, kind: str, cases: Sequence[Case]) -> LinearSweep | AttentionSweep:
+        """Make what the cases of one kind need, and choose and compile its kernels."""
+        others = [each for case in cases for each in self._three(case)[1:]]
+        made: LinearSweep | AttentionSweep
+        if kind in LINEAR_KINDS:
+            linears = [one for one in (*cases, *others) if isinstance(one, LinearCase)]
+            made = LinearSweep(kind, str(self._device), self._space.dtype, self._timer, linears)
+        else:
+            first, more = ([one for one in them if isinstance(one, AttentionCase)] for them in (cases, others))
+            made = AttentionSweep(self._device, self._space.dtype, self._timer, first, more)
+        chosen = made.tune()
+        if chosen:
+            print(chosen, flush=True)
+        return made
+
+    def measure(self, case: Case, sweep: LinearSweep | AttentionSweep) -> Result:
+        """Measure a case next to its neighbour."""
+        three = self._three(case)
+        error = sweep.error(case)  # type: ignore[arg-type]
+        rounds = [[sweep.seconds(one) for one in three] for _ in range(ROUNDS)]  # type: ignore[arg-type]
+        seconds, near, fixed = (statistics.median(times) for times in zip(*rounds, strict=True))
+        choices = sweep.choices(case)  # type: ignore[arg-type]
+        if isinstance(sweep, AttentionSweep):
+            sweep.forget()
+        return Result(
+            case=case,
+            neighbour=three[1],
+            limits=self._limits,
+            seconds=seconds,
+            near_seconds=near,
+            fixed_seconds=fixed,
+            error=error,
+            choices=choices,
+        )
+
+    def _three(self, case: Case) -> tuple[Case, Case, Case]:
+        """The case, its neighbour, and one that takes the launches' time alone."""
+        near = case.neighbour(self._space)
+        return case, near, near.smallest()
+
+
+def find_limits(device: torch.device, bandwidth: float | None, matmul: float | None) -> Limits:
+    """The given limits (TB/s, TFLOP/s), or measured ones."""
+    name = str(device)
+    flops = matmul * 1e12 if matmul else matmul_rate(name, "bfloat16")
+    return Limits(
+        bandwidth=bandwidth * 1e12 if bandwidth else copy_rate(name),
+        flops=flops,
+        flops_8bit=flops if matmul or device.type == "cpu" else matmul_rate(name, "float8_e4m3fn"),
+    )
+
+
+def summary(results: Sequence[Result]) -> str:
+    """How many cases pass, and what the rules lose."""
+    passed = sum(result.ratio <= MAX_RATIO for result in results)
+    ratios = [result.ratio for result in results]
+    regrets = [result.regret for result in results if result.regret is not None]
+    text = f"{passed} of {len(results)} within {MAX_RATIO - 1:.0%} of the predicted time"
+    if results:
+        text += f"; ratios: median {statistics.median(ratios):.3f}, largest {max(ratios):.3f}"
+    if regrets:
+        text += (
+            f"; regrets of {len(regrets)} rules: median {statistics.median(regrets):.3f}, largest {max(regrets):.3f}"
+        )
+    return text
+
+
+def write_json(path: Path, machine: str, results: Sequence[Result], settings: Mapping[str, object]) -> None:
+    """Write what has been measured so far."""
+    rows = [row for result in results for row in result.rows()]
+    content = report("shape_sweep", machine, rows, {**settings, "summary": summary(results)})
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def show(results: Sequence[Result]) -> None:
+    """Print the table."""
+    rows = []
+    for result in results:
+        regret = "" if result.regret is None else f"{result.regret:.2f}"
+        near = f"{result.neighbour.shape} ({percent(result.near_share)})"
+        verdict = "" if result.ratio <= MAX_RATIO else "*"
+        times = f"{result.seconds * 1e6:.1f}", f"{result.predicted * 1e6:.1f}"
+        rows.append((result.case.name, *times, percent(result.share), near, f"{result.ratio:.2f}{verdict}", regret))
+    print_table(("case", "us", "predicted", "of floor", "neighbour", "ratio", "regret"), rows)
+    print(summary(results), flush=True)
+
+
+def parse() -> argparse.Namespace:
+    """The arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=30, metavar="N")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="of the drawn cases, those of a kind")
+    parser.add_argument("--limit", type=float, default=110, metavar="SECONDS", help="start no further case after this")
+    parser.add_argument("--bandwidth", type=float, help="TB/s; by default a copy is timed")
+    parser.add_argument("--matmul", type=float, help="TFLOP/s in 16 and 8 bits; by default matmuls are timed")
+    parser.add_argument("--small", action="store_true", help="tiny sizes on a CPU, by Triton's interpreter")
+    parser.add_argument("--json", type=Path, help="file to write the results to, after each case")
+    return parser.parse_args()
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Draw, measure, print, and write the JSON."""
+    begin = time.perf_counter()
+    options = parse()
+    torch.manual_seed(options.seed)
+    # With its number, a CPU is to the engine like a GPU: it chooses kernels for GPUs, and the interpreter runs them.
+    device = torch.device("cpu" if options.small else "cuda", 0)
+    space = SMALL if options.small else Space()
+    cases = [case for case in draw(options.seed, options.cases, space) if case.kind in options.only]
+    limits = find_limits(device, options.bandwidth, options.matmul)
+    ceilings = (
+        f"copy {limits.bandwidth / 1e12:.3g} TB/s, matmul {limits.flops / 1e12:.4g} TFLOP/s in bfloat16,"
+        f" {limits.flops_8bit / 1e12:.4g} in float8"
+    )
+    print(f"ceilings: {ceilings}", flush=True)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
+    settings = {"seed": options.seed, "cases": options.cases, "ceilings": ceilings, "models": list(space.models)}
+    sweep = Sweep(device, space, limits)
+    results: list[Result] = []
+    failures: list[str] = []
+    for kind in dict.fromkeys(case.kind for case in cases):
+        mine = [case for case in cases if case.kind == kind]
+        if time.perf_counter() - begin > options.limit:
+            print(f"{kind}: {len(mine)} cases are left out: {options.limit:.0f} s are over", flush=True)
+            continue
+        try:
+            opened = sweep.open(kind, mine)
+        except (EngineError, TritonError, RuntimeError) as error:  # the other kinds may still run
+            failures.append(kind)
+            print(f"{kind} FAILED: {type(error).__name__}: {error}", flush=True)
+            continue
+        print(f"{kind}: ready at {time.perf_counter() - begin:.1f} s", flush=True)
+        for case in mine:
+            if time.perf_counter() - begin > options.limit:
+                print(f"{case.name} is left out: {options.limit:.0f} s are over", flush=True)
+                continue
+            try:
+                results.append(sweep.measure(case, opened))
+            except (TritonError, RuntimeError) as error:
+                failures.append(case.name)
+                print(f"{case.name} FAILED: {type(error).__name__}: {error}", flush=True)
+                continue
+            print(results[-1].line(), flush=True)
+            if options.json is not None:
+                write_json(options.json, f"{device} ({name})", results, settings)
+        del opened
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    show(results)
+    print(f"{time.perf_counter() - begin:.0f} s", flush=True)
+    failures += [result.case.name for result in results if not result.error < MAX_ERROR]
+    if failures:
+        raise SystemExit(f"error: these failed or are wrong; see above: {'; '.join(failures)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Attention of shape_sweep.py: by the engine's Triton backend, and by all launches that its rules may choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import evolve, frozen
+from sweep_cases import AttentionCase
+from sweep_timing import Call, SweepTimer, run_in_threads, runs
+
+from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool
+from engine.core.plugin_host import load_plugins
+from engine.ops.attention.paged_decode import paged_decode
+from engine.ops.attention.paged_decode_config import DecodeConfig, decode_configs
+from engine.ops.attention.paged_decode_merge import DecodeWorkspace
+from engine.ops.attention.paged_prefill import PrefillConfig, paged_prefill, prefill_config, prefill_tiles
+
+BLOCK_SIZE = 16
+COLD_BYTES = 160e6
+"""Bytes of keys and values that are read before any are read again: three L2 caches of an H200."""
+MAX_LAYERS = 48
+MAX_COMPILED_LENGTH = 128
+"""Length of the sequences that kernels are compiled with."""
+FEW_SEQUENCES = 16
+"""Decode kernels are compiled for up to this many sequences, and for more."""
+INTERPRETER_SHARED_MEMORY = 65536
+
+Config = DecodeConfig | PrefillConfig
+
+
+@frozen(kw_only=True, eq=False)
+class Attention:
+    """Attention layers over random keys and values, and one batch."""
+
+    case: AttentionCase
+    spec: AttentionSpec
+    pool: KVPool
+    batch: ForwardBatch
+    q: torch.Tensor
+    backend: AttentionBackend[Any, Any]
+    plan: Any
+
+    @classmethod
+    def make(cls, case: AttentionCase, device: torch.device, dtype: str) -> Attention:
+        """Keys and values of enough layers that no cache holds them."""
+        heads = case.shape
+        layers = min(max(2, -(-int(COLD_BYTES) // case.cache_bytes)), MAX_LAYERS) if device.type == "cuda" else 1
+        spec = AttentionSpec(
+            num_layers=layers,
+            num_heads=heads.heads,
+            num_kv_heads=heads.kv_heads,
+            head_dim=heads.head_dim,
+            scale=heads.head_dim**-0.5,
+            dtype=dtype,
+            kv_dtype="float8_e4m3fn" if case.itemsize == 1 else dtype,
+            block_size=BLOCK_SIZE,
+            max_len=max(case.lengths),
+            sliding_windows=(None,) * layers,
+        )
+        batch, num_blocks = make_batch(case, device)
+        pool = KVPool(spec, num_blocks, device)
+        for tensor in (*pool.keys, *pool.values):
+            tensor.copy_(torch.randn(tensor.shape, dtype=getattr(torch, dtype), device=device))
+        packed = torch.randn(len(batch.tokens), heads.heads + 2 * heads.kv_heads, heads.head_dim, device=device)
+        backend = load_plugins().attention.get("triton").load()(spec, pool, None)
+        plan = backend.plan(batch, None if case.kind == "prefill" else GraphSlot(num_sequences=batch.num_sequences))
+        q = packed.to(getattr(torch, dtype))[:, : heads.heads]
+        return cls(case=case, spec=spec, pool=pool, batch=batch, q=q, backend=backend, plan=plan)
+
+    def calls(self) -> Sequence[Call]:
+        """The backend's attention, one call per layer."""
+        none = self.q[:, :0]
+        return [
+            lambda layer=layer: self.backend.forward(layer, self.q, none, none, self.plan)
+            for layer in range(self.spec.num_layers)
+        ]
+
+    def chosen(self) -> Config:
+        """The launch parameters that the backend's rule chose."""
+        config: Config = self.plan.prefill.config if self.case.kind == "prefill" else self.plan.decode_launch[0]
+        return config
+
+    def candidates(self) -> list[Config]:
+        """Every outcome of the rule for heads like these, of any batch; the chosen one first."""
+        heads, device = self.case.shape, self.q.device
+        shared = INTERPRETER_SHARED_MEMORY
+        if device.type == "cuda":
+            shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+        if self.case.kind != "prefill":
+            sizes = heads.heads, heads.kv_heads
+            configs = decode_configs(heads.head_dim, self.pool.keys[0].itemsize, shared, sizes)
+            return list(dict.fromkeys([self.chosen(), *(config for _, config in configs)]))
+        group, longest = heads.heads // heads.kv_heads, max(self.case.lengths)
+        others = [prefill_config(tokens, group, heads.head_dim, 2, shared) for tokens in (longest, 1)]
+        return list(dict.fromkeys([self.chosen(), *others]))
+
+    def calls_by(self, config: Config) -> Sequence[Call]:
+        """As `calls`, by given launch parameters."""
+        call = self._decode_by(config) if isinstance(config, DecodeConfig) else self._prefill_by(config)
+        return [lambda layer=layer: call(layer) for layer in range(self.spec.num_layers)]
+
+    def _decode_by(self, config: DecodeConfig) -> Any:
+        heads = self.case.shape
+        programs = config.programs_per_head(heads.kv_heads, self.q.device)
+        workspace = DecodeWorkspace.make(programs, heads.heads, heads.kv_heads, heads.head_dim, self.q.device)
+
+        def decode(layer: int) -> torch.Tensor:
+            out = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
+            paged_decode(
+                self.q,
+                self.pool.keys[layer],
+                self.pool.values[layer],
+                self.batch.block_tables,
+                self.batch.context_lens,
+                out,
+                num_sequences=self.batch.num_sequences,
+                scale=self.spec.scale,
+                softcap=None,
+                window=None,
+                workspace=workspace,
+                config=config,
+            )
+            return out
+
+        return decode
+
+    def _prefill_by(self, config: PrefillConfig) -> Any:
+        group = self.case.shape.heads // self.case.shape.kv_heads
+        lengths = self.batch.query_lens_host, self.batch.context_lens_host
+        tiles = torch.tensor(prefill_tiles(*lengths, 0, config.tokens(group)), device=self.q.device)
+
+        def prefill(layer: int) -> torch.Tensor:
+            out = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
+            paged_prefill(
+                self.q,
+                self.pool.keys[layer],
+                self.pool.values[layer],
+                self.batch.block_tables,
+                tiles,
+                out,
+                scale=self.spec.scale,
+                softcap=None,
+                window=None,
+                config=config,
+            )
+            return out
+
+        return prefill
+
+    def error(self) -> float:
+        """Relative error of the first and the last sequence's last token, next to the definition in float64."""
+        out = self.calls()[0]()
+        assert isinstance(out, torch.Tensor)
+        found, exact = [], []
+        for row in (0, -1):
+            context = self.case.lengths[row]
+            blocks = self.batch.block_tables[row, : -(-context // BLOCK_SIZE)].long()
+            k, v = (part[0][blocks].flatten(0, 1)[:context].double() for part in (self.pool.keys, self.pool.values))
+            token = int(self.batch.query_starts[1:][row]) - 1
+            q = self.q[token].double().view(self.spec.num_kv_heads, -1, self.spec.head_dim)
+            weights = torch.einsum("hgd,khd->hgk", q, k).mul(self.spec.scale).softmax(-1)
+            exact.append(torch.einsum("hgk,khd->hgd", weights, v).flatten(0, 1))
+            found.append(out[token].double())
+        return float((torch.stack(found) - torch.stack(exact)).norm() / torch.stack(exact).norm())
+
+
+def make_batch(case: AttentionCase, device: torch.device) -> tuple[ForwardBatch, int]:
+    """A batch of the case's sequences, whose blocks are in random order, and the number of blocks."""
+    contexts = np.array(case.lengths, np.int32)
+    news = contexts if case.kind == "prefill" else np.ones_like(contexts)
+    counts = -(-contexts // BLOCK_SIZE)
+    order = np.random.default_rng(0).permutation(int(counts.sum())).astype(np.int32)
+    tables = np.zeros((len(contexts), int(counts.max())), np.int32)
+    for row, blocks in enumerate(np.split(order, np.cumsum(counts)[:-1])):
+        tables[row, : len(blocks)] = blocks
+    starts = np.concatenate([[0], np.cumsum(news)]).astype(np.int32)
+    zeros = torch.zeros(int(starts[-1]), dtype=torch.int64, device=device)
+    batch = ForwardBatch(
+        tokens=zeros,
+        positions=zeros,
+        slots=zeros,
+        query_starts=torch.tensor(starts, device=device),
+        context_lens=torch.tensor(contexts, device=device),
+        block_tables=torch.tensor(tables, device=device),
+        logit_rows=torch.tensor(starts[1:] - 1, dtype=torch.int64, device=device),
+        num_decodes=0 if case.kind == "prefill" else len(contexts),
+        query_lens_host=news,
+        context_lens_host=contexts,
+        block_tables_host=tables,
+    )
+    return batch, len(order)
+
+
+class AttentionSweep:
+    """The attention layers of all cases of one kind. Only those of the last case measured are kept."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: str,
+        timer: SweepTimer,
+        cases: Sequence[AttentionCase],
+        others: Sequence[AttentionCase],
+    ) -> None:
+        """others: what is measured besides, by the chosen launch alone."""
+        self._device = device
+        self._dtype = dtype
+        self._timer = timer
+        self._cases = cases
+        self._others = others
+        self._made: dict[AttentionCase, Attention] = {}
+
+    def tune(self) -> str:
+        """Compile all kernels in threads: nothing is tuned. Returns what was chosen: nothing."""
+        calls: dict[tuple[object, ...], Call] = {}
+        for case in (*self._cases, *self._others):
+            # A prompt's length decides which launch is chosen, but a kernel is compiled for any length.
+            lengths = tuple(min(length, MAX_COMPILED_LENGTH) for length in case.lengths)
+            made = Attention.make(evolve(case, lengths=lengths), self._device, self._dtype)
+            for config in made.candidates() if case in self._cases else [made.chosen()]:
+                calls.setdefault((case.shape, len(lengths) > FEW_SEQUENCES, config), made.calls_by(config)[0])
+        run_in_threads(list(calls.values()))
+        return ""
+
+    def _make(self, case: AttentionCase) -> Attention:
+        if case not in self._made:
+            self._made[case] = Attention.make(case, self._device, self._dtype)
+        return self._made[case]
+
+    def forget(self) -> None:
+        """Free the memory of what was measured."""
+        self._made.clear()
+
+    def seconds(self, case: AttentionCase) -> float:
+        """Seconds of a layer."""
+        return self._timer.per_call(self._make(case).calls())
+
+    def error(self, case: AttentionCase) -> float:
+        """See Attention."""
+        return self._make(case).error()
+
+    def choices(self, case: AttentionCase) -> Mapping[str, float]:
+        """Seconds by each launch that the rule could have chosen, the chosen first."""
+        made = self._make(case)
+        ways = {_label(config): made.calls_by(config) for config in made.candidates()}
+        return {name: self._timer.per_call(calls) for name, calls in ways.items() if runs(calls[0])}
+
+
+def _label(config: Config) -> str:
+    """Launch parameters in words."""
+    if isinstance(config, DecodeConfig):
+        fold = f", {config.fold} heads folded" if config.fold > 1 else ""
+        return (
+            f"{config.block_n} keys, {config.num_warps} warps, {config.num_stages} stages,"
+            f" {config.programs_per_sm} programs per SM{fold}"
+        )
+    kernel = "persistent " if config.persistent else ""
+    return f"{kernel}{config.block_m}x{config.block_n}, {config.num_warps} warps, {config.num_stages} stages"
