@@ -80,7 +80,10 @@ class Attention:
 
     def chosen(self) -> Config:
         """The launch parameters that the backend's rule chose."""
-        config: Config = self.plan.prefill.config if self.case.kind == "prefill" else self.plan.decode_launch[0]
+        if self.case.kind == "prefill":
+            [part] = self.plan.prefill
+            return part.config
+        config: Config = self.plan.decode_launch[0]
         return config
 
     def candidates(self) -> list[Config]:
@@ -130,7 +133,8 @@ class Attention:
     def _prefill_by(self, config: PrefillConfig) -> Any:
         group = self.case.shape.heads // self.case.shape.kv_heads
         lengths = self.batch.query_lens_host, self.batch.context_lens_host
-        tiles = torch.tensor(prefill_tiles(*lengths, 0, config.tokens(group)), device=self.q.device)
+        sequences = np.arange(len(lengths[0]))
+        tiles = torch.tensor(prefill_tiles(*lengths, sequences, config.tokens(group)), device=self.q.device)
 
         def prefill(layer: int) -> torch.Tensor:
             out = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
