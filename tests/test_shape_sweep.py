@@ -220,7 +220,7 @@ def test_table_of_the_docs_has_the_metrics_of_the_report(cases: Any, monkeypatch
     import shape_sweep
 
     monkeypatch.syspath_prepend(str(SCRIPTS.parent / "scripts"))
-    import generate_docs  # type: ignore[import-not-found]
+    import result_tables  # type: ignore[import-not-found]
 
     metrics = {
         shape_sweep.TIME: {"value": 20.0, "share": 0.5},
@@ -236,6 +236,6 @@ def test_table_of_the_docs_has_the_metrics_of_the_report(cases: Any, monkeypatch
         "settings": {"summary": "1 of 1", "seed": 0, "ceilings": "copy 4 TB/s"},
         "rows": [{"case": "fp8 5120x4096, 9 rows", "metric": metric, **row} for metric, row in metrics.items()],
     }
-    monkeypatch.setattr(generate_docs, "load_result", lambda name: report)
+    monkeypatch.setattr(result_tables, "load_result", lambda name: report)
     line = "| fp8 5120x4096, 9 rows | 20 | 19.6 | 50% | fp8 4096x4096, 9 rows | 60% | 1.02 | 1.01 |"
-    assert line in generate_docs.shape_sweep_table()
+    assert line in result_tables.shape_sweep_table()

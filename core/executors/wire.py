@@ -1,5 +1,5 @@
-"""Encoding of messages between processes, as msgpack: of steps and results (`Step`, `StepResult` in core/types.py), and
-of all other messages, which are attrs classes and msgspec Structs of plain data.
+"""Encoding of messages between processes as msgpack: steps and results (`Step`, `StepResult` in core/types), and all
+other messages, which are attrs classes and msgspec Structs of plain data.
 
 Only plain data crosses a process boundary: a peer can send wrong data, but never code to run.
 """

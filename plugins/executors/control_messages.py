@@ -1,6 +1,6 @@
 """Control messages between an executor and its workers, and the socket that carries them.
 
-Steps and control calls are not among them: `Step`, `StepResult` (core/types.py) and `Call` (core/executors) travel as
+Steps and control calls are not among them: `Step`, `StepResult` (core/types) and `Call` (core/executors) travel as
 msgpack through rings in shared memory (core/shm/); with Ray, as arguments and answers of actor calls. The answers to
 control calls are.
 """

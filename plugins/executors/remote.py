@@ -1,4 +1,4 @@
-"""Common base of executors whose ranks run in other processes: every rank receives each Step (core/types.py)."""
+"""Common base of executors whose ranks run in other processes: every rank receives each Step (core/types/step.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SamplingParams and Request: each field accepts its type in the usual forms, and refuses others with a sentence."""
+"""SamplingParams: each field accepts its type in the usual forms, and refuses others with a sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-from engine.core import Request, SamplingParams
+from engine.core import SamplingParams
 from engine.core.errors import InvalidRequestError
 from engine.core.types import MAX_SEED
 
@@ -98,29 +98,6 @@ def test_refusals_say_what_is_wrong(given: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(**given)
     assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"id": 5}, "id must be a string, not 5"),
-        ({"prompt": "text"}, "prompt must be a tuple of token ids, not 'text'"),
-        ({"prompt": None}, "prompt must be a tuple of token ids, not None"),
-        ({"params": {"max_tokens": 3}}, "params must be SamplingParams(...), not {'max_tokens': 3}"),
-        ({"priority": "high"}, "priority must be a whole number, not 'high'"),
-        ({"priority": True}, "priority must be a whole number, not True"),
-        ({"salt": None}, "salt must be a string, not None"),
-    ],
-)
-def test_requests_refuse_values_of_a_wrong_type(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        Request(**{"id": "a", "prompt": (1, 2), **given})
-    assert str(caught.value) == said
-    assert caught.value.parameter == next(iter(given))
-
-
-def test_prompt_of_a_request_may_be_a_list() -> None:
-    assert Request(id="a", prompt=[1, 2]) == Request(id="a", prompt=(1, 2))  # type: ignore[arg-type]
 
 
 def test_refusals_do_not_repeat_long_values() -> None:
