@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-import triton
 from triton.errors import TritonError
 
+from engine.core.autotune.compile_threads import compiling_in_threads
 from engine.core.autotune.op import Operands
 from engine.core.autotune.task import CandidateError, TuningTask
-from engine.core.host import Host
 from engine.ops.norm.rms_norm import add_rms_norm
 
 REPLAYS = 5
 MAX_CALLS = 32
 """Products in one graph."""
-MAX_THREADS = 16
 COLD_CACHE_SIZES = 3
 """Weights read by one replay, as a multiple of the L2 cache, where there are enough layers."""
 
@@ -39,14 +36,8 @@ class GraphTimer:
             self._first.capture_end()
 
     def prepare(self, wanted: Sequence[tuple[TuningTask, Sequence[Any]]]) -> None:
-        """Compile in threads, as most of the compiler runs outside Python.
-
-        A candidate that fails here is compiled again, and fails again, in `seconds`.
-        """
-        with (
-            ThreadPoolExecutor(min(Host().cores(), MAX_THREADS)) as threads,
-            triton.AsyncCompileMode(threads, ignore_errors=True),
-        ):
+        """Compile in threads. A candidate that fails here is compiled again, and fails again, in `seconds`."""
+        with compiling_in_threads():
             for task, candidates in wanted:
                 for candidate in candidates:
                     task.op.compile(task.rows, candidate, task.operands[0])

@@ -21,6 +21,7 @@ from engine.core.models.forward_pass import ForwardPass
 from engine.core.runner.build_batch import group_batch
 from engine.core.runner.draft_batch import DraftBatch
 from engine.core.runner.graph_capture import GraphCapturer, weak_ref_tensor
+from engine.core.runner.graph_sizes import batch_sizes
 from engine.core.sampling.sampled_tokens import SampledTokens
 from engine.core.schedulers.policy import MAX_DECODE_STEPS
 from engine.core.transfer import to_device
@@ -34,20 +35,6 @@ if TYPE_CHECKING:
 
 HOST_LINES = 2 * MAX_DECODE_STEPS
 """Replays whose tokens fit in the pinned host buffer: as many as two steps in flight can have."""
-
-
-def batch_sizes(max_running: int) -> list[int]:
-    """Batch sizes to capture graphs for.
-
-    A batch is padded by less than 8 sequences up to 64, by less than a quarter of its size up to 256, and by less than
-    an eighth beyond, where the rows of a step cost more than its weights: of 1,578 sequences of Llama-3.1-8B in fp8, a
-    quarter would be 6 % of the step.
-    """
-    sizes = [1, 2, 3, 4, 6, 8, *range(16, 65, 8)]
-    while sizes[-1] < max_running:
-        power = 1 << sizes[-1].bit_length() - 1
-        sizes.append(sizes[-1] + power // (4 if power < 256 else 8))
-    return [size for size in sizes if size < max_running] + [max_running]
 
 
 @define
@@ -129,6 +116,24 @@ class DecodeGraphs:
         self._capturer = capturer
         self._current: tuple[int, ...] = ()
         self._host_rows = np.zeros(0, np.int64)
+
+    @torch.inference_mode()
+    def compile_ahead(self) -> None:
+        """Compile what the captures will launch, all kernels side by side, without launching any.
+
+        A capture launches its kernels once before, and so compiles them one after the other. For a start that finds few
+        of them on disk; otherwise it only takes time. For Triton kernels, without other ranks to wait for.
+        """
+        from engine.core.autotune.compile_threads import compiling_only
+
+        first, *others = self._sampler.graph_paths
+        with compiling_only():
+            for size in self._sizes:
+                self._pad(size)
+                run = self._state.graph_pass(self.batch(size), GraphSlot(num_sequences=size))
+                self._step(run, size, first)
+                for path in others:
+                    self._sample_alone(size, path)
 
     def capture_all(self, on_progress: Callable[[int, int], None]) -> None:
         """Capture each sampling path for every batch size, the largest first, whose memory serves the others.
@@ -304,8 +309,12 @@ class DecodeGraphs:
         """Sampling alone, if the capture of another path has run the forward pass of this batch size."""
         if not any(other == size for other, _ in self._graphs):
             return None
+        return lambda: self._sample_alone(size, path)
+
+    def _sample_alone(self, size: int, path: SamplingPath) -> object:
+        """Sample from hidden states of zeros, by the kernels of a graph."""
         hidden = torch.zeros(size, self._hidden_size, dtype=self._dtype, device=self._device)
-        return lambda: path.capture(self._model, hidden, self._rows[:size])
+        return path.capture(self._model, hidden, self._rows[:size])
 
     def batch(self, size: int) -> ForwardBatch:
         """The batch that the graphs of a size read, in tensors that each replay fills; positions are those after it."""

@@ -16,21 +16,12 @@ from attrs import define, evolve
 
 from engine.core.attention.batch import ForwardBatch
 from engine.core.runner.graph_capture import weak_ref_tensor
+from engine.core.runner.graph_sizes import token_counts
 
 if TYPE_CHECKING:
     from engine.core.models.forward_pass import ForwardPass
     from engine.core.runner.device_state import DeviceState
     from engine.core.runner.graph_capture import GraphCapturer
-
-MAX_TOKENS = 1024
-"""Larger steps keep the device busy for longer than the host takes to launch their kernels one by one."""
-
-
-def token_counts(max_batch_tokens: int) -> list[int]:
-    """Numbers of tokens to capture steps for: a step is padded by less than 64 tokens up to 512, and by less than 128
-    beyond."""
-    counts = [*range(64, 513, 64), *range(640, MAX_TOKENS + 1, 128)]
-    return [count for count in counts if count <= max_batch_tokens]
 
 
 @define

@@ -112,6 +112,8 @@ class RunnerStart:
         self._attention = self.checks.attention(parts.attention, self.layout)
         self.layers: LayerFactory | None = None
         """The factory that made the model's layers, once the model is made."""
+        self._is_first = False
+        """Whether kernels had to be measured, so that most of the others will have to be compiled, too."""
         self._drafter: DrafterStart | None = None
         if parts.drafter is not None:
             self._drafter = DrafterStart(
@@ -139,8 +141,8 @@ class RunnerStart:
             from engine.core.autotune.tuner import tune
 
             with phases.phase("tuning"):
-                for factory in factories:
-                    tune(factory, self._config.executor.kernel_cache)
+                reports = [tune(factory, self._config.executor.kernel_cache) for factory in factories]
+            self._is_first = any(report.measured for report in reports)
         weights = layers.nbytes + (0 if self._drafter is None else self._drafter.nbytes)
         with phases.phase("memory"):
             activations = self._measure_activations(model, kv_scales)
@@ -329,6 +331,8 @@ class RunnerStart:
             windows=[kind.window for kind in self.layout.kinds for _ in range(kind.groups)],
             max_drafts=self._config.speculator.max_drafts if self._speculates else 0,
         )
+        if self._is_first and self._group.ranks == 1:
+            decode.compile_ahead()
         decode.capture_all(lambda done, total: phases.progress(done, total, "decode graphs"))
         if state.drafter is not None and state.drafter.no_graphs is None:
             state.drafter.capture(decode, capturer, lambda done, total: phases.progress(done, total, "drafting graphs"))

@@ -22,6 +22,7 @@ from engine.core.errors import ConfigError
 from engine.core.grammars.grammar import Grammar
 from engine.core.plugin_host.derived import use_graphs
 from engine.core.runner import cuda_graphs, piecewise_graphs
+from engine.core.runner.graph_sizes import batch_sizes
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.models.llama import Llama
 from engine.testing.checkpoints import make_checkpoint
@@ -81,22 +82,12 @@ def expected(checkpoint: Path) -> list[tuple[int, ...]]:
         return tokens_of(engine)
 
 
-def test_batch_sizes_reach_the_maximum_and_pad_little() -> None:
-    for most in (1, 2, 5, 8, 64, 100, 256, 1000, 2048):
-        sizes = cuda_graphs.batch_sizes(most)
-        assert sizes == sorted(set(sizes))
-        assert sizes[-1] == most
-        for count in range(1, most + 1):
-            fits = min(size for size in sizes if size >= count)
-            assert fits - count < max(8, count / (4 if count <= 256 else 8))
-
-
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_replays_give_the_tokens_of_plain_steps(
     checkpoint: Path, expected: list[tuple[int, ...]], replays: type[ReplayByRunning], overlap: str
 ) -> None:
     with build(checkpoint, attention=FixedAttention, scheduler__overlap=overlap) as engine:
-        assert replays.captured == 2 * len(cuda_graphs.batch_sizes(4))  # the greedy and the full path
+        assert replays.captured == 2 * len(batch_sizes(4))  # the greedy and the full path
         assert engine.stats().graphs_captured == 0
         assert tokens_of(engine) == expected
         assert tokens_of(engine) == expected, "the state that the first run leaves must not matter"
@@ -234,6 +225,44 @@ def test_a_profile_by_layer_between_replays_runs_their_steps_without_graphs_and_
             assert [tuple(one) for one in tokens.values()] == tokens_of(plain, params)
 
 
+def test_compiling_ahead_changes_no_token(
+    checkpoint: Path, expected: list[tuple[int, ...]], replays: type[ReplayByRunning], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_all = cuda_graphs.DecodeGraphs.capture_all
+
+    def after_compiling(self: cuda_graphs.DecodeGraphs, on_progress: Callable[[int, int], None]) -> None:
+        self.compile_ahead()
+        capture_all(self, on_progress)
+
+    monkeypatch.setattr(cuda_graphs.DecodeGraphs, "capture_all", after_compiling)
+    with build(checkpoint, attention=FixedAttention) as engine:
+        assert tokens_of(engine) == expected
+
+
+@pytest.mark.gpu
+def test_captures_compile_nothing_after_the_first_start_has_compiled_ahead(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The captures of a first start, with nothing on disk."""
+    import triton
+
+    compiled: list[str] = []
+    during_captures: list[str] = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda src, **_: compiled.append(src.name))
+    capture_all = cuda_graphs.DecodeGraphs.capture_all
+
+    def counted(self: cuda_graphs.DecodeGraphs, on_progress: Callable[[int, int], None]) -> None:
+        before = len(compiled)
+        capture_all(self, on_progress)
+        during_captures.extend(compiled[before:])
+
+    monkeypatch.setattr(cuda_graphs.DecodeGraphs, "capture_all", counted)
+    settings = {"executor__device": "cuda", "model__dtype": "bfloat16", "running": 32}
+    with build(checkpoint, executor__kernel_cache=str(tmp_path), **settings):
+        assert "_decode_kernel" in compiled
+        assert during_captures == []
+
+
 class SegmentsWithoutGraphs(ReplayByRunning):
     """Runs what is captured in segments once; a replay does nothing."""
 
@@ -331,15 +360,6 @@ def test_a_row_that_a_cuda_graph_makes_nan_ends_its_own_request(
         build(checkpoint, attention=FixedAttention, **settings) as healthy,
     ):
         check_poisoned(engine, healthy, SAMPLING[asked])
-
-
-def test_token_counts_pad_little() -> None:
-    counts = piecewise_graphs.token_counts(10_000)
-    assert counts[-1] == piecewise_graphs.MAX_TOKENS
-    for tokens in range(1, counts[-1] + 1):
-        fits = min(count for count in counts if count >= tokens)
-        assert fits - tokens < max(64, fits // 4)
-    assert piecewise_graphs.token_counts(100) == [64]
 
 
 def test_use_graphs_needs_a_capable_backend_model_and_device(caplog: pytest.LogCaptureFixture) -> None:
