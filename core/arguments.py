@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from engine.core.errors import InvalidRequestError
 from engine.core.types import Request, SamplingParams
 
@@ -81,6 +83,23 @@ def check_request(request: Any) -> None:
         raise InvalidRequestError(
             f"add takes a Request(...), not {shortened(request)}; for texts there are generate and stream", "request"
         )
+
+
+def check_tokens(request: Request, vocab_size: int) -> None:
+    """Raise InvalidRequestError for a token that is not in the vocabulary."""
+    for name, given in (("prompt", request.prompt), ("prediction", request.prediction)):
+        ids = np.frombuffer(given.pack(), np.uint32)  # unsigned, so that a negative id is too large as well
+        if ids.max(initial=0) >= vocab_size:
+            token = given[int(ids.argmax())]
+            raise InvalidRequestError(
+                f"the {name} holds token {token}, but the model's vocabulary has {vocab_size}", name
+            )
+    for name, tokens in (
+        ("logit_bias", (token for token, _ in request.params.logit_bias)),
+        ("stop_token_ids", iter(request.params.stop_token_ids)),
+    ):
+        if any(token >= vocab_size for token in tokens):
+            raise InvalidRequestError(f"{name} names a token beyond the vocabulary of {vocab_size}", name)
 
 
 def check_whole(name: str, value: Any, least: int) -> None:

@@ -6,64 +6,47 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from os import PathLike, fspath
+from os import PathLike
 from reprlib import repr as shortened
 from types import TracebackType
 from typing import Any
 
 import attrs
-import numpy as np
 
 from engine.core import arguments
-from engine.core.arguments import Conversation, check_request
+from engine.core.arguments import Conversation, check_request, check_tokens
 from engine.core.async_generation import AsyncGenerator
 from engine.core.attention.base import AttentionBackend
-from engine.core.config.default_model import demo_model
-from engine.core.config.load import flatten, load_config
+from engine.core.build_step_loop import StepLoopBuilder
+from engine.core.config.merge import merge_arguments
 from engine.core.config.model_name import is_hub_name
 from engine.core.config.tree import EngineConfig
 from engine.core.device import find_device
-from engine.core.errors import (
-    ConfigError,
-    ControlBusyError,
-    ControlError,
-    ExecutorError,
-    InvalidRequestError,
-)
+from engine.core.errors import ConfigError, ControlError, ExecutorError
 from engine.core.executors.base import Executor, Health
 from engine.core.executors.choose import PluginChoice
 from engine.core.executors.rehearsal import rehearse
-from engine.core.executors.step_times import StepTimes, measure_step_times
 from engine.core.generation import Completion, generate, stream
 from engine.core.grammars.base import GrammarBackend
 from engine.core.hub.names import locate, locate_speculator
 from engine.core.kv_events.stream import EventStream
 from engine.core.models.base import ModelSpec
-from engine.core.plugin_host.derived import max_len, settle, shape_of, speculator_spec
+from engine.core.plugin_host.derived import max_len, settle, shape_of
 from engine.core.plugin_host.faults import PluginCall, name_fault
 from engine.core.plugin_host.registry import Plugins, load_plugins
 from engine.core.plugin_host.selection import check_names
-from engine.core.profiling.live import StepMeter
-from engine.core.profiling.peaks import find_peaks
 from engine.core.quant.base import QuantMethod
-from engine.core.schedulers.cache_metrics import CacheMetrics
-from engine.core.schedulers.cache_observer import CacheObserver, join_observers
-from engine.core.schedulers.grouped_block_manager import make_block_manager
 from engine.core.schedulers.policy import SchedulingPolicy
-from engine.core.schedulers.scheduler import Scheduler
 from engine.core.speculators.base import Speculator
-from engine.core.speculators.checked_speculator import CheckedSpeculator
 from engine.core.speculators.device import DeviceSpeculator
-from engine.core.speculators.device_proposals import DeviceProposals
-from engine.core.speculators.draft_lengths import DraftLengths
 from engine.core.startup import Listener, Phases
 from engine.core.startup_display import show_startup
-from engine.core.step_loop import STEP_PHASES, StepLoop
 from engine.core.text.detokenizer import TextDelta
 from engine.core.text.tokenizer import Tokenizer
 from engine.core.timeline.merge import Report
-from engine.core.timeline.recorder import Recorder, TraceOptions
-from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams
+from engine.core.timeline.recorder import TraceOptions
+from engine.core.timeline.traces import Traces
+from engine.core.types import EngineStats, Output, Request, SamplingParams
 from engine.core.wait_policy import set_wait_policy
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.generation_config import not_honoured
@@ -118,7 +101,7 @@ class Engine:
         }
         names = {point: choice for point, choice in chosen.items() if isinstance(choice, str)}
         objects = {point: choice for point, choice in chosen.items() if not isinstance(choice, str | None)}
-        self.config = _merged_config(config, model, names, settings)
+        self.config = merge_arguments(config, model, names, settings)
         if not isinstance(plugins, Plugins | None):
             raise ConfigError(f"plugins must be what load_plugins() returns, not {shortened(plugins)}")
         if not (on_progress is None or callable(on_progress)):
@@ -149,12 +132,21 @@ class Engine:
         deployment, self._executor, cache_info = choice.start(phases, on_progress)
         self.parts, self._grammars = deployment.parts, deployment.grammars
         self._kv_events: EventStream | None = None
+        self._async: AsyncGenerator | None = None
+        self._closed = False
         try:
             model_spec = shape_of(self.parts.model, self.checkpoint.config)
             self.max_len = max_len(self.config, model_spec)
             self._warn_unused(model_spec)
             self.vocab_size = model_spec.vocab_size
-            checked = self._make_speculator(model_spec)
+            builder = StepLoopBuilder(
+                config=self.config,
+                deployment=deployment,
+                executor=self._executor,
+                model_spec=model_spec,
+                max_len=self.max_len,
+            )
+            made_speculator = builder.make_speculator()
             with phases.phase("rehearsal"):
                 rehearse(
                     self._executor,
@@ -167,9 +159,13 @@ class Engine:
                     full=self.device.type == "cuda",
                     propose=self.config.speculator.max_drafts if self.parts.drafter is not None else 0,
                 )
-                times = self._measure_steps(checked, cache_info)
+                times = builder.measure_steps(made_speculator, cache_info)
             self.cache_info = attrs.evolve(cache_info, phases=phases.seconds)
-            self._start_scheduling(checked, times)
+            if self.config.kv_events.endpoint:
+                self._kv_events = EventStream(self.config.kv_events, self.cache_info)
+            self._loop = builder.build(self.cache_info, made_speculator, times, self._kv_events)
+            self._scheduler = self._loop.scheduler
+            self._traces = Traces(self._loop, self.device.type)
             self.plugins.notify("engine_started", engine=self)
         except BaseException:
             self._executor.shutdown()  # the caller gets no engine to close
@@ -178,7 +174,7 @@ class Engine:
             raise
 
     def _warn_unused(self, model_spec: ModelSpec) -> None:
-        """Log what the checkpoint's JSON files ask for and nothing computes."""
+        """Log the keys and settings of the checkpoint's JSON files that have no effect here."""
         model, checkpoint = self.parts.model, self.checkpoint
         keys = model.unknown_keys(checkpoint.config)
         if keys:
@@ -188,111 +184,6 @@ class Engine:
         settings = not_honoured(checkpoint.generation_config, model_spec.max_len)
         if settings:
             log.warning("generation_config.json has settings that are not used: %s", ", ".join(settings))
-
-    def _make_meter(self) -> StepMeter | None:
-        """Counts what steps compute; None where that is off or unknown."""
-        config, cost = self.config.roofline, self.cache_info.cost
-        peaks = find_peaks(config, self.device, self.cache_info.dtype)
-        if not config.metrics or cost is None:
-            return None
-        if cost.uncounted:
-            log.info("no roofline metrics: the FLOPs of %s are unknown", ", ".join(cost.uncounted))
-            return None
-        return StepMeter(cost, peaks)
-
-    def _make_speculator(self, model_spec: ModelSpec) -> CheckedSpeculator | DeviceProposals | None:
-        """The speculator, whose methods have been called once, or what keeps the proposals of one on the device; None:
-        there is none."""
-        spec = speculator_spec(self.config, model_spec)
-        if self.parts.drafter is not None:
-            return DeviceProposals(spec)
-        if self.parts.speculator is None:
-            return None
-        options = self.parts.options["speculators"]
-        speculator = CheckedSpeculator(self.parts.speculator(spec, options))
-        speculator.rehearse()
-        return speculator
-
-    def _measure_steps(
-        self, speculator: CheckedSpeculator | DeviceProposals | None, cache: CacheInfo
-    ) -> StepTimes | None:
-        """Measure how long steps are, to choose how many drafts they verify; None: they verify all."""
-        if speculator is None or self.config.speculator.length == "fixed":
-            return None
-        scheduler, max_drafts = self.config.scheduler, speculator.spec.max_drafts
-        times = measure_step_times(
-            self._executor,
-            cache,
-            max_drafts=max_drafts,
-            max_tokens=scheduler.max_batch_tokens,
-            max_len=self.max_len,
-            max_running=scheduler.max_running,
-            owner=self.parts.owner("executors"),
-            proposes=isinstance(speculator, DeviceProposals),
-            ahead=self._steps_ahead,
-        )
-        if times is None:
-            log.warning(
-                "the times of steps with %s drafts cannot be measured: the KV cache or a step has no room for them; "
-                "all drafts that are proposed are verified",
-                max_drafts,
-            )
-        return times
-
-    @property
-    def _steps_ahead(self) -> int:
-        """Steps that are in flight while the next is planned."""
-        overlap = self.config.scheduler.overlap
-        return int(self._executor.asynchronous if overlap == "auto" else overlap == "on")
-
-    def _start_scheduling(
-        self, speculator: CheckedSpeculator | DeviceProposals | None, times: StepTimes | None
-    ) -> None:
-        """Build the scheduler over the executor's KV cache, and the step loop."""
-        lengths = None
-        if speculator is not None and times is not None:
-            lengths = DraftLengths(
-                times.drafts, speculator.spec.max_drafts, plain=times.plain, overlaps=self._steps_ahead > 0
-            )
-        cache = self.config.cache
-        cache_metrics = CacheMetrics(self.cache_info.kinds, sample=cache.metrics_sample) if cache.metrics else None
-        observers: list[CacheObserver] = [cache_metrics] if cache_metrics is not None else []
-        if self.config.kv_events.endpoint:
-            self._kv_events = EventStream(self.config.kv_events, self.cache_info)
-            observers.append(self._kv_events.recorder)
-        meter = self._make_meter()
-        self._scheduler = Scheduler(
-            self.parts.policy,
-            make_block_manager(
-                self.cache_info,
-                max_chunk=self.config.scheduler.max_batch_tokens,
-                prefix_caching=cache.prefix_caching,
-                observer=join_observers(observers),
-            ),
-            max_batch_tokens=self.config.scheduler.max_batch_tokens,
-            max_running=self.config.scheduler.max_running,
-            max_len=self.max_len,
-            eos_tokens=self.checkpoint.eos_tokens(),
-            cache_metrics=cache_metrics,
-            meter=meter,
-            speculator=speculator,
-            draft_lengths=lengths,
-            grammars=self._grammars,
-            unknown_sequences=times.sequences if times is not None else (),
-        )
-        self._loop = StepLoop(
-            self._scheduler,
-            self._executor,
-            steps_ahead=self._steps_ahead,
-            owner=self.parts.owner("executors"),
-            grammars=self._grammars,
-            meter=meter,
-            draft_lengths=lengths,
-        )
-        self._trace: Recorder | None = None
-        """The recorder of the latest trace."""
-        self._async: AsyncGenerator | None = None
-        self._closed = False
 
     def step(self) -> list[Output]:
         """Plan and submit a step, then commit the oldest step in flight.
@@ -316,30 +207,21 @@ class Engine:
         return ExecutorError(f"a step failed, so the engine can only be closed; make a new one ({self._loop.failure})")
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequestError, and queues nothing, for a request that can never be served, and
-        ExecutorError when the engine is closed or a step has failed. Waits for a grammar that is not compiled yet."""
+        """Queue a request. Waits until its grammar is compiled.
+
+        Raises InvalidRequestError, and queues nothing, for a request that can never be served, and ExecutorError when
+        the engine is closed or a step has failed.
+        """
         if self._loop.failure:
             raise self._unusable()
         check_request(request)
-        for name, given in (("prompt", request.prompt), ("prediction", request.prediction)):
-            ids = np.frombuffer(given.pack(), np.uint32)  # unsigned, so that a negative id is too large as well
-            if ids.max(initial=0) >= self.vocab_size:
-                token = given[int(ids.argmax())]
-                raise InvalidRequestError(
-                    f"the {name} holds token {token}, but the model's vocabulary has {self.vocab_size}", name
-                )
-        for name, tokens in (
-            ("logit_bias", (token for token, _ in request.params.logit_bias)),
-            ("stop_token_ids", iter(request.params.stop_token_ids)),
-        ):
-            if any(token >= self.vocab_size for token in tokens):
-                raise InvalidRequestError(f"{name} names a token beyond the vocabulary of {self.vocab_size}", name)
+        check_tokens(request, self.vocab_size)
         if request.params.grammar is not None:
             self._grammars.compile(request.params.grammar)
         self._scheduler.add(request)
 
     def can_add(self, request: Request) -> bool:
-        """Whether `add` returns or raises without waiting for the request's grammar, which is compiled meanwhile."""
+        """Whether `add` need not wait for the request's grammar; if it must, compiling the grammar begins now."""
         return request.params.grammar is None or self._grammars.ready(request.params.grammar)
 
     def compile_grammar(self, params: SamplingParams | None) -> None:
@@ -466,59 +348,35 @@ class Engine:
     def start_trace(self, options: TraceOptions, notify: Callable[[str], None] = lambda directory: None) -> None:
         """Record phases, steps and requests, and on every rank operators and kernels, as `options` say.
 
-        notify: called with a directory when recording begins, and with an empty text when it ends, for what other
-        processes add. While recording, the steps are slower by what torch.profiler takes.
+        notify: called with a directory when recording begins, and with an empty text when it ends, so that other
+        processes write their parts there. torch.profiler makes steps slower while recording.
         Raises ControlError if the options or a rank refuse, and ControlBusyError while another trace is recorded or
         written; ExecutorError as `call` does.
         """
         if self._loop.failure:
             raise self._unusable()
-        if self._trace is not None and self._trace.running:
-            self.trace_report()
-            if self._trace.running:
-                raise ControlBusyError("a profile is in progress; stop it first, or wait for its end")
-        refusal = options.refusal(self.device.type)
-        if refusal is not None:
-            raise ControlError(refusal)
-
-        def ended() -> None:
-            self._loop.recorder = None
-
-        self._trace = self._loop.recorder = Recorder(
-            options,
-            call=self.call,
-            timers=self._loop.timers,
-            phases=STEP_PHASES,
-            scheduler=self._scheduler,
-            ended=ended,
-            notify=notify,
-        )
-        self._trace.begin_if_due()
+        self._traces.start(options, self.call, notify)
 
     def stop_trace(self) -> None:
         """End the recording now, if it has not ended, and write the trace in the background.
 
         Raises ControlError if there is none or the trace cannot be written, ExecutorError as `call` does.
         """
-        if self._trace is None:
-            raise ControlError("no profile was started; start one first")
-        self._trace.stop()
+        self._traces.stop()
 
     def trace_report(self, *, wait: bool = False) -> Report | None:
-        """What the latest trace has, once it is written; None before that. wait: until it is, once it has ended.
+        """The report on the latest trace; None: the trace is not written yet. Ends a recording that is due to end.
 
-        Raises ControlError if it failed. Ends a recording that has lasted `TraceOptions.max_seconds`.
+        wait: wait until the trace is written, if its recording has ended.
+        Raises ControlError if no trace was started, or if writing it failed.
         """
-        if self._trace is None:
-            raise ControlError("no profile was started; start one first")
-        self._trace.check_time()
-        return self._trace.report(wait=wait)
+        return self._traces.report(wait=wait)
 
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache; return the number of KV blocks freed.
 
-        Running requests keep their blocks, which no later request shares. Nothing is to be done on the ranks, for which
-        a block is one among others.
+        Running requests keep their blocks, which no later request shares. Ranks do not know which blocks are cached, so
+        they are not called.
         """
         if self._loop.failure:
             raise self._unusable()
@@ -544,8 +402,7 @@ class Engine:
             self._closed = True
             self._loop.failure = "the engine is closed"
             self._loop.forget()
-            if self._trace is not None:
-                self._trace.close()
+            self._traces.close()
             self._executor.shutdown()
             self._grammars.close()
             if self._kv_events is not None:
@@ -562,31 +419,5 @@ class Engine:
 
 
 def _listening(on_progress: Listener | None) -> AbstractContextManager[Listener]:
-    """The listener; None: one that shows a download, which may take long, and nothing else."""
+    """`on_progress`; for None a listener that shows downloads, which may take long, and nothing else."""
     return show_startup(lines=False, prefix="") if on_progress is None else nullcontext(on_progress)
-
-
-def _merged_config(
-    config: EngineConfig | None,
-    model: str | PathLike[str] | None,
-    names: Mapping[str, str],
-    settings: Mapping[str, Any],
-) -> EngineConfig:
-    """`config` (None: all defaults) with the arguments of Engine taking precedence, and the demo model by default.
-
-    names: the plugin chosen by name for each extension point.
-    """
-    if not isinstance(config, EngineConfig | None):
-        raise ConfigError(f"config must be an EngineConfig, not {shortened(config)}; give settings as arguments")
-    given: dict[str, object] = {f"{point}.name": name for point, name in names.items()}
-    given |= {key.replace("__", "."): value for key, value in settings.items()}
-    if model is not None:
-        given["model.path"] = model
-    given = {key: fspath(value) if isinstance(value, PathLike) else value for key, value in given.items()}
-    base = {key: (value, "config") for key, value in flatten(config).items()} if config is not None else {}
-    merged = load_config(overrides={key: (value, "argument") for key, value in given.items()}, defaults=base).config
-    if not merged.model.path:
-        merged = attrs.evolve(merged, model=attrs.evolve(merged.model, path=demo_model()))
-    if not merged.model.path:
-        raise ConfigError("no model is named; give a directory, or a name on the hub, as model.path (--model)")
-    return merged

@@ -46,7 +46,7 @@ class StepLoop:
         meter: StepMeter | None,
         draft_lengths: DraftLengths | None = None,
     ) -> None:
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._executor = executor
         self._steps_ahead = steps_ahead
         self._submission = PluginCall(owner, "a step")
@@ -80,11 +80,11 @@ class StepLoop:
         """
         if self._speculates and self._in_flight:
             with self.timers["schedule"]:
-                needs_result = self._scheduler.needs_result()
+                needs_result = self.scheduler.needs_result()
             if needs_result:
                 self._commit_oldest()
         with self.timers["schedule"]:
-            step = self._scheduler.schedule(time.monotonic())
+            step = self.scheduler.schedule(time.monotonic())
             if step is not None and (grammars := self._grammars.take_begun()):
                 step = attrs.evolve(step, grammars=grammars)
         if step is not None:
@@ -124,7 +124,7 @@ class StepLoop:
         try:
             self._count(step, result)
             with self.timers["commit"]:
-                self._outputs += self._scheduler.commit(step, result, time.monotonic())
+                self._outputs += self.scheduler.commit(step, result, time.monotonic())
         except BaseException as error:
             self._note_failure(error)
             raise

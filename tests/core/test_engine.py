@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.core import Engine, Request, SamplingParams, engine as engine_module
+from engine.core import Engine, Request, SamplingParams, build_step_loop
 from engine.core.errors import (
     CapacityError,
     CheckpointError,
@@ -375,7 +375,7 @@ def test_failed_start_shuts_the_executor_down(checkpoint: Path, monkeypatch: pyt
     def shutdown(executor: UniprocExecutor) -> None:
         shut.append(executor)
 
-    monkeypatch.setattr(engine_module, "Scheduler", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(build_step_loop, "Scheduler", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(UniprocExecutor, "shutdown", shutdown)
     with pytest.raises(ZeroDivisionError):
         build(checkpoint)
