@@ -183,7 +183,7 @@ def test_loads_run_on_a_tiny_model(length: str, whole: bool, loads: Any, tmp_pat
 
 
 def test_the_table_of_the_docs_has_the_metrics(loads: Any) -> None:
-    generator = (SCRIPTS.parent / "scripts" / "generate_docs.py").read_text(encoding="utf-8")
+    generator = (SCRIPTS.parent / "scripts" / "result_tables.py").read_text(encoding="utf-8")
     for metric in (loads.STEADY, loads.WHOLE, loads.SERIAL, loads.SERIAL_BEST, loads.OVERLAP):
         assert f'"{metric}"' in generator
 
