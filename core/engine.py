@@ -33,7 +33,8 @@ from engine.core.kv_events.stream import EventStream
 from engine.core.models.base import ModelSpec
 from engine.core.plugin_host.derived import max_len, settle, shape_of
 from engine.core.plugin_host.faults import PluginCall, name_fault
-from engine.core.plugin_host.registry import Plugins, load_plugins
+from engine.core.plugin_host.load import load_plugins
+from engine.core.plugin_host.registry import Plugins
 from engine.core.plugin_host.selection import check_names
 from engine.core.quant.base import QuantMethod
 from engine.core.schedulers.policy import SchedulingPolicy

@@ -256,7 +256,7 @@ def test_a_package_refuses_to_be_imported_under_another_name(package: str) -> No
 
 def test_listing_what_there_is_imports_nothing_heavy() -> None:
     """The modules of the built-ins and what the command line needs before a command runs."""
-    modules = ("config.tree", "config.load", "hooks", "plugin_host.registry")
+    modules = ("config.tree", "config.load", "hooks", "plugin_host.load")
     light = [*BUILTINS, *(f"engine.core.{name}" for name in modules)]
     heavy = ["torch", "transformers", "numpy", "safetensors", "fastapi"]
     code = (

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from engine.core.config.load import load_config
 from engine.core.engine import Engine
 from engine.core.errors import CapacityError, ConfigError, ExecutorError, PluginError
-from engine.core.plugin_host.registry import load_plugins
+from engine.core.plugin_host.load import load_plugins
 from engine.core.types import SamplingParams
 from engine.testing.checkpoints import make_checkpoint
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from engine.core.plugin_host.faults import raise_interrupt as raise_interrupt
     from engine.core.plugin_host.guard import STARTUP_CALLS as STARTUP_CALLS, guarded as guarded
     from engine.core.plugin_host.installed import HOME as HOME
+    from engine.core.plugin_host.load import load_plugins as load_plugins
     from engine.core.plugin_host.questions import (
         Question as Question,
         attention_question as attention_question,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
         questions_of_machine as questions_of_machine,
         speculator_question as speculator_question,
     )
-    from engine.core.plugin_host.registry import Plugins as Plugins, load_plugins as load_plugins
+    from engine.core.plugin_host.registry import Plugins as Plugins
     from engine.core.plugin_host.selection import (
         ChosenPlugin as ChosenPlugin,
         Parts as Parts,
@@ -61,6 +62,7 @@ __getattr__, __dir__, __all__ = exports(
         "guarded",
     ),
     installed=("HOME",),
+    load=("load_plugins",),
     questions=(
         "Question",
         "attention_question",
@@ -70,10 +72,7 @@ __getattr__, __dir__, __all__ = exports(
         "questions_of_machine",
         "speculator_question",
     ),
-    registry=(
-        "Plugins",
-        "load_plugins",
-    ),
+    registry=("Plugins",),
     selection=(
         "ChosenPlugin",
         "Parts",

@@ -11,7 +11,7 @@ import typer
 from engine.cli.main import BUILTINS
 from engine.core.errors import CapacityError, ExecutorError
 from engine.core.hooks import hookimpl
-from engine.core.plugin_host import registry
+from engine.core.plugin_host import load, registry
 
 HEAVY = ("torch", "transformers", "fastapi", "uvicorn", "zmq", "numpy", "safetensors")
 
@@ -157,11 +157,11 @@ class Leaving:
 @pytest.fixture
 def plugged(monkeypatch: pytest.MonkeyPatch) -> Any:
     """plugged(plugin, ...) installs plugins for the commands that look for them."""
-    real = registry.load_plugins
+    real = load.load_plugins
 
     def install(*plugins: object) -> None:
         monkeypatch.setattr("engine.cli.main.other_plugins_installed", lambda: True)
-        monkeypatch.setattr(registry, "load_plugins", lambda *config: real(*config, extra=plugins))
+        monkeypatch.setattr(load, "load_plugins", lambda *config: real(*config, extra=plugins))
 
     return install
 
@@ -192,5 +192,5 @@ def test_a_plugin_that_fails_to_add_commands_is_a_warning(
 
 
 def test_built_in_commands_look_for_no_plugin(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "load_plugins", lambda *config: pytest.fail("plugins were loaded"))
+    monkeypatch.setattr(load, "load_plugins", lambda *config: pytest.fail("plugins were loaded"))
     assert run("config", "show").exit_code == 0

@@ -13,7 +13,7 @@ import pytest
 from engine.cli.plugins import check_all
 from engine.core.config.tree import EngineConfig, ModelConfig
 from engine.core.hooks import hookimpl
-from engine.core.plugin_host import registry
+from engine.core.plugin_host import load
 from engine.core.schedulers.policy import API, SchedulingPolicy
 from engine.plugins.attention.torch import TorchAttention
 
@@ -77,14 +77,14 @@ class Extra:
 
 @pytest.fixture
 def with_extra(monkeypatch: pytest.MonkeyPatch) -> Any:
-    loaded = registry.load_plugins(extra=[Extra()])
-    monkeypatch.setattr(registry, "load_plugins", lambda *config: loaded)
+    loaded = load.load_plugins(extra=[Extra()])
+    monkeypatch.setattr(load, "load_plugins", lambda *config: loaded)
     return loaded
 
 
 def test_the_list_names_every_offer_and_where_it_is_from(run: Any) -> None:
     offers = json.loads(run("plugins", "list", "--json").stdout)
-    plugins = registry.load_plugins()
+    plugins = load.load_plugins()
     names = {point: [one["name"] for one in rows] for point, rows in offers["extension_points"].items()}
     assert names == {point: list(one.names()) for point, one in plugins.registries.items()}
     assert offers["failures"] == [str(failure) for failure in plugins.failures]
@@ -104,7 +104,7 @@ def test_the_list_names_every_offer_and_where_it_is_from(run: Any) -> None:
 
 def test_the_list_names_plugins_that_failed(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = SimpleNamespace(registries={}, loaded=(), failures=("plugin 'bad' of bad-dist 1 could not be loaded",))
-    monkeypatch.setattr(registry, "load_plugins", lambda *config: empty)
+    monkeypatch.setattr(load, "load_plugins", lambda *config: empty)
     result = run("plugins", "list")
     assert "failed: plugin 'bad' of bad-dist 1 could not be loaded" in result.stdout
     assert run("plugins", "check").exit_code == 1
@@ -158,7 +158,7 @@ def test_check_asks_two_that_are_named_together(run: Any, with_extra: Any, engin
 
 def test_check_without_a_readable_model_still_loads_every_class(tmp_path: Path) -> None:
     config = EngineConfig(model=ModelConfig(path=str(tmp_path / "nowhere")))
-    verdicts = {(one.extension_point, one.name): one for one in check_all(config, registry.load_plugins())}
+    verdicts = {(one.extension_point, one.name): one for one in check_all(config, load.load_plugins())}
     assert verdicts["schedulers", "fcfs"].status == "usable"
     assert verdicts["attention", "torch"].status == "loads"
     assert "nowhere" in verdicts["attention", "torch"].reason

@@ -19,7 +19,7 @@ from engine.core.hooks import hookimpl
 from engine.core.layers import Layer
 from engine.core.layers.linear import PlainKernel
 from engine.core.plugin_host.faults import blame
-from engine.core.plugin_host.registry import load_plugins
+from engine.core.plugin_host.load import load_plugins
 from engine.core.runner.runner import Runner
 from engine.core.runner.start import RunnerStart
 from engine.core.schedulers.policy import SchedulingPolicy

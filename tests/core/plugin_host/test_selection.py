@@ -27,7 +27,8 @@ from engine.core.hooks import hookimpl
 from engine.core.models.base import Model, ModelSpec
 from engine.core.plugin_host.cache_groups import cache_layout
 from engine.core.plugin_host.derived import attention_spec, max_len, resolve_dtype, resolve_kv_dtype, use_graphs
-from engine.core.plugin_host.registry import Plugins, load_plugins
+from engine.core.plugin_host.load import load_plugins
+from engine.core.plugin_host.registry import Plugins
 from engine.core.plugin_host.selection import Parts, find_quant, resolve
 from engine.core.quant.base import QuantMethod
 from engine.core.schedulers.policy import SchedulingPolicy

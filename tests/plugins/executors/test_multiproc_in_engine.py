@@ -14,7 +14,7 @@ import pytest
 from engine.core import Engine, SamplingParams
 from engine.core.errors import CapacityError, ExecutorError, PluginError
 from engine.core.hooks import hookimpl
-from engine.core.plugin_host.registry import load_plugins
+from engine.core.plugin_host.load import load_plugins
 from tests.core.told_speculator import Told
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

@@ -28,7 +28,7 @@ from engine.core.config.tree import EngineConfig, ExecutorConfig, ModelConfig
 from engine.core.errors import CapacityError, ControlError, ExecutorError, PluginError
 from engine.core.grammars.grammar import Grammar
 from engine.core.hooks import hookimpl
-from engine.core.plugin_host.registry import load_plugins
+from engine.core.plugin_host.load import load_plugins
 from engine.core.startup import Progress
 from engine.core.types import NewSequence, Step
 from engine.plugins.executors.ray import Options, RayExecutor

@@ -20,7 +20,7 @@ from engine.core.device import DeviceInfo
 from engine.core.distributed.rendezvous import Rendezvous
 from engine.core.errors import ExecutorError, PluginError
 from engine.core.grammars.grammar import Grammar
-from engine.core.plugin_host.registry import load_plugins
+from engine.core.plugin_host.load import load_plugins
 from engine.core.startup import Phases
 from engine.plugins.executors import tp
 from engine.plugins.executors.control_messages import Assignment
