@@ -8,19 +8,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 import attrs
 import zmq
 
 from engine.core.config import EngineConfig
-from engine.core.types import FINISH_ABORT, FINISH_ERROR, FINISH_STOP, Output, Request
+from engine.core.types import FINISH_ERROR, FINISH_STOP, Output, Request
 from engine.server.front_end.control_calls import ControlCalls
 from engine.server.front_end.engine_link import EngineLink
 from engine.server.front_end.errors import ApiError
 from engine.server.front_end.open_request import OpenRequest, Prompt
 from engine.server.front_end.phase_times import MeasuredPhaseTimes, PhaseTimes
+from engine.server.front_end.request_group import RequestGroup
 from engine.server.front_end.routing import Router
 from engine.server.front_end.trace import EVENT_LOOP, FrontEndTrace
 from engine.server.shared.messages import Abort, Add, ControlAnswer, EngineDown, Outputs, RecordSpans, Started
@@ -34,85 +34,6 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-OutputEvent = tuple[int, Sequence[int], Output | None]
-"""(index of the request in its group, its new tokens, the whole Output if that holds more than tokens)."""
-
-
-class RequestGroup:
-    """Requests submitted together. Leaving the group's `with` block aborts the requests that have not finished."""
-
-    def __init__(self, abort: Callable[[Iterable[int], str, int], None], numbers: Iterable[int]) -> None:
-        """numbers: of the requests, in order. abort: called with numbers, the finish reason to count, and the
-        number of tokens generated."""
-        self._abort = abort
-        self._open = dict(enumerate(numbers))
-        self._events: list[OutputEvent] = []
-        self.prompt_logprobs: dict[int, tuple[bytes, ...]] = {}
-        """By index, the slices (packed_logprobs.py) that belong to a request's first event."""
-        self._error: ApiError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._listener: Callable[[], None] | None = None
-
-    def __enter__(self) -> RequestGroup:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._listener = None
-        numbers, self._open, self._events = list(self._open.values()), {}, []
-        self._abort(numbers, FINISH_ABORT, 0)
-
-    async def next(self) -> list[OutputEvent]:
-        """Wait for events and return all since the last call, oldest first. One caller at a time.
-
-        Raises ApiError when the engine process has exited or the server has ended the requests.
-        """
-        if not self._events and self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self.take()
-
-    def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener`, which must not raise, whenever there are events to take; cheaper than a waiting task."""
-        self._listener = listener
-
-    def take(self) -> list[OutputEvent]:
-        """Return all events since the last call, without waiting. Raises as `next` does."""
-        if not self._events and self._error is not None:
-            raise self._error
-        events, self._events = self._events, []
-        return events
-
-    def abort(self, index: int, reason: str = FINISH_ABORT, num_tokens: int = 0) -> None:
-        """Abort a request, drop its events, and count `reason` as its finish reason; num_tokens: what it generated."""
-        number = self._open.pop(index, None)
-        if number is not None:
-            self._events = [event for event in self._events if event[0] != index]
-            self._abort((number,), reason, num_tokens)
-
-    def put(self, index: int, tokens: Sequence[int], output: Output | None) -> bool:
-        """Add an event; whether it is the first since the last `take`. Called by EngineClient."""
-        first = not self._events
-        self._events.append((index, tokens, output))
-        if output is not None and output.finish_reason is not None:
-            self._open.pop(index, None)
-        return first
-
-    def notify(self) -> None:
-        """Wake the listener or the waiter. Called by EngineClient after all received events have been put."""
-        if self._listener is not None:
-            self._listener()
-        elif self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def fail(self, error: ApiError) -> None:
-        """End the requests with `error`. Called by EngineClient."""
-        self._open.clear()
-        self._error = error
-        self.notify()
 
 
 class EngineClient:
@@ -144,7 +65,7 @@ class EngineClient:
         self.trace: FrontEndTrace | None = None
         """Set while a trace is recorded."""
         self._delivering_since = 0
-        """While a trace is recorded: since when received outputs are handled, time.monotonic_ns(); 0: none are."""
+        """While a trace is recorded: when handling of received outputs began, time.monotonic_ns(); 0: no outputs."""
         self.router = Router([0] * limits.replicas, config.cache.block_size)
 
     def _make_link(
@@ -162,14 +83,17 @@ class EngineClient:
         self.router.reset(started.replica, started.cache.reusable_indices if self._cache.prefix_caching else 0)
 
     def forget_prefixes(self, replica: int) -> None:
-        """Note that the replica's prefix cache is empty. Other front ends notice by and by, from their own requests:
-        until then they may prefer the replica for a prefix that it must compute."""
+        """Note that the replica's prefix cache is empty.
+
+        Other front ends learn it from the results of their own requests; until then they may prefer the replica for a
+        prefix that it must compute.
+        """
         started = self.links[replica].started
         if started is not None:
             self.router.reset(replica, started.cache.reusable_indices if self._cache.prefix_caching else 0)
 
     def submit(self, requests: Sequence[Request], choices: int = 1) -> RequestGroup:
-        """Send `choices` choices of each request to the engine; their indices in the group follow in this order.
+        """Send `choices` choices of each request to the engine. Choice c of request i has the index i * choices + c.
 
         Raises ApiError if all replicas are down or server.max_waiting is reached.
         """
@@ -285,7 +209,7 @@ class EngineClient:
                 log.exception("a connection failed")
 
     def _prompt(self, request: Request, replica: int, choices: int) -> Prompt:
-        """What is observed of a request's prompt when its choices have finished."""
+        """What the metrics observe of a request's prompt when its choices have finished."""
         started, num_tokens = self.links[replica].started, len(request.prompt)
         possible = started.max_len - num_tokens if started is not None else 0
         return Prompt(num_tokens, request.params.max_tokens or possible, choices, choices)
@@ -351,11 +275,11 @@ class EngineClient:
             self._delivering_since = 0
 
     def traced(self, name: str, work: Callable[P, T]) -> Callable[P, T]:
-        """`work` as a span of the traces that are recorded; itself while there are none."""
+        """`work`, recorded as a span of the trace; `work` itself while no trace is recorded."""
         return work if self.trace is None else self.trace.spanned(name, work)
 
     def _deliver(self, metrics: ReplicaMetrics, message: Outputs) -> None:
-        """Put each output into its group and update the metrics; metrics: those of the replica that sent `message`."""
+        """Put each output into its group and update `metrics`, which are those of the replica that sent `message`."""
         now = time.monotonic()
         if self.trace is not None and not self._delivering_since:
             self._delivering_since = time.monotonic_ns()
@@ -385,7 +309,7 @@ class EngineClient:
             self._deliver_full(metrics, number, output, now)
 
     def _take_control(self, messages: Sequence[ControlAnswer | RecordSpans]) -> None:
-        """Resolve the control calls that are answered, and begin or end to record spans."""
+        """Resolve the control calls that are answered, and start or stop recording spans."""
         self.control.resolve(one for one in messages if isinstance(one, ControlAnswer))
         for one in messages:
             if isinstance(one, RecordSpans):

@@ -10,7 +10,7 @@ from engine.core.types import RequestTimes
 from engine.server.shared.request_metrics import FinishedRequest, ReplicaMetrics
 
 if TYPE_CHECKING:
-    from engine.server.front_end.engine_client import RequestGroup
+    from engine.server.front_end.request_group import RequestGroup
 
 
 @define(eq=False)

@@ -14,8 +14,9 @@ from engine.core.parsers import Content
 from engine.core.protocols import Delta, Template, Usage
 from engine.core.text import Detokenizer, Tokenizer
 from engine.core.types import FINISH_ERROR, FINISH_STOP, Output, Request
-from engine.server.front_end.engine_client import EngineClient, OutputEvent, RequestGroup
+from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.errors import ApiError
+from engine.server.front_end.request_group import OutputEvent, RequestGroup
 from engine.server.front_end.request_trace import GenerationTrace
 from engine.server.http.parsed_output import OutputFormat, ParsedOutput
 

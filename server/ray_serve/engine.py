@@ -16,8 +16,9 @@ from msgspec.structs import replace
 from engine.core.config import EngineConfig
 from engine.core.executors import MessageDecoder, encode
 from engine.core.hub import locate
-from engine.server.front_end.engine_client import EngineClient, OutputEvent, RequestGroup
+from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.errors import ApiError
+from engine.server.front_end.request_group import OutputEvent, RequestGroup
 from engine.server.ray_serve.messages import Controlled, Declined, Ended, Produced, ReplicaState, Run, Stop
 from engine.server.ray_serve.options import engine_config
 from engine.server.shared.heartbeat import Fault

@@ -18,8 +18,9 @@ import pytest
 from engine.core.config.tree import EngineConfig
 from engine.core.executors import encode
 from engine.core.types import Request, SamplingParams
-from engine.server.front_end.engine_client import MAX_TOKENS, EngineClient, OutputEvent, RequestGroup
+from engine.server.front_end.engine_client import MAX_TOKENS, EngineClient
 from engine.server.front_end.errors import ApiError
+from engine.server.front_end.request_group import OutputEvent, RequestGroup
 from engine.server.front_end.routing import MAX_OUTPUT_COST
 from engine.server.shared.messages import (
     Abort,

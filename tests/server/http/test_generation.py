@@ -10,8 +10,8 @@ import pytest
 
 from engine.core.protocols import Delta
 from engine.core.types import Output, Request, SamplingParams
-from engine.server.front_end.engine_client import RequestGroup
 from engine.server.front_end.phase_times import PhaseTimes
+from engine.server.front_end.request_group import RequestGroup
 from engine.server.http import generation as module
 from engine.server.http.generation import Generation, Templates
 from tests.server.fake_front_end import ByteTokenizer

@@ -11,8 +11,8 @@ import pytest
 from engine.core.config.tree import EngineConfig
 from engine.core.executors import MessageDecoder, encode
 from engine.core.types import Output, Request, SamplingParams
-from engine.server.front_end.engine_client import RequestGroup
 from engine.server.front_end.errors import ApiError
+from engine.server.front_end.request_group import RequestGroup
 from engine.server.ray_serve import ray_link
 from engine.server.ray_serve.messages import Answer, Declined, Ended, Produced, Run, Stop
 from engine.server.ray_serve.ray_link import RayClient
