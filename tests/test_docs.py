@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.cli.options import SECTIONS
-from engine.core.config.load import describe, load_config
+from engine.core.config import describe, load_config
 from engine.core.plugin_host import load_plugins
 
 ROOT = Path(__file__).resolve().parents[1]

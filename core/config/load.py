@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import functools
-import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import attrs
 from attrs import frozen
 
-from engine.core.config.limits import BOUNDS, check_together, parse_bytes
+from engine.core.config.limits import BOUNDS, check_together
 from engine.core.config.model_name import is_hub_name
-from engine.core.config.structure import load_yaml, show, structure, structure_options
+from engine.core.config.setting_list import KeyPath, Setting, canonical, describe, join_key, spellings, split_key
+from engine.core.config.structure import load_yaml, show, structure
 from engine.core.config.tree import EngineConfig
 from engine.core.errors import ConfigError, near_misses
-
-__all__ = [
-    "Resolved",
-    "Setting",
-    "canonical_key",
-    "describe",
-    "flatten",
-    "load_config",
-    "parse_bytes",
-    "structure_options",
-    "validate",
-]
 
 DEFAULT = "default"
 PATHS = (
@@ -50,53 +37,7 @@ PATHS = (
 HUB_NAMES = ("model.path", "model.tokenizer", "speculator.model")
 """Settings among them that may name a model on the hub instead."""
 
-_TYPES: Mapping[type, str] = {
-    bool: "true or false",
-    int: "integer",
-    float: "number",
-    str: "string",
-    tuple: "list of strings",
-    dict: "table",
-}
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
 _BOOLEANS = {"true": True, "on": True, "false": False, "off": False}
-_Path = tuple[str, ...]
-
-
-@frozen(kw_only=True)
-class Setting:
-    """One setting, as the command line and the documentation present it."""
-
-    key: str
-    """section.name."""
-    type: type
-    """bool, int, float, str, tuple (of strings) or dict (a plugin's own settings)."""
-    annotation: Any
-    """The type as written in the configuration tree."""
-    default: Any
-    help: str
-    flag: str | None
-    aliases: tuple[str, ...]
-    """Other names of the key within its section."""
-    choices: tuple[str, ...]
-    secret: bool
-    """Whether its value is never shown."""
-
-    @property
-    def path(self) -> tuple[str, str]:
-        """Section and name."""
-        section, _, name = self.key.partition(".")
-        return section, name
-
-    @property
-    def alias_flags(self) -> tuple[str, ...]:
-        """Other names of `flag`; none without a flag."""
-        return tuple("--" + alias.replace("_", "-") for alias in self.aliases) if self.flag else ()
-
-    @property
-    def type_name(self) -> str:
-        """The type, for people to read."""
-        return _TYPES[self.type]
 
 
 @frozen(kw_only=True)
@@ -119,85 +60,6 @@ class _Given:
     """For error messages."""
 
 
-def describe() -> list[Setting]:
-    """All settings, in the order of the configuration tree."""
-    return list(_settings())
-
-
-@functools.cache
-def _settings() -> tuple[Setting, ...]:
-    found = []
-    for section in attrs.fields(EngineConfig):
-        cls: Any = type(section.default)
-        annotations = get_type_hints(cls)
-        for one in attrs.fields(cls):
-            annotation = annotations[one.name]
-            kind = getattr(annotation, "__origin__", annotation)
-            found.append(
-                Setting(
-                    key=f"{section.name}.{one.name}",
-                    type=dict if kind is Mapping else kind,
-                    annotation=annotation,
-                    default=getattr(section.default, one.name),
-                    help=one.metadata["help"],
-                    flag=one.metadata["flag"],
-                    aliases=one.metadata["aliases"],
-                    choices=one.metadata["choices"],
-                    secret=one.metadata["secret"],
-                )
-            )
-    return tuple(found)
-
-
-@functools.cache
-def _spellings() -> Mapping[_Path, _Path]:
-    """Every other spelling of a setting -> its section and name.
-
-    A setting can be spelled by an alias in its section (scheduler.max_num_seqs), and by an option's name alone
-    (max_running, max_num_seqs), unless a section has that name.
-    """
-    found: dict[_Path, _Path] = {}
-    for setting in _settings():
-        section, _ = setting.path
-        found |= {(section, alias): setting.path for alias in setting.aliases}
-        if setting.flag and setting.type is not dict:
-            flags = (setting.flag, *setting.alias_flags)
-            found |= {(flag.removeprefix("--").replace("-", "_"),): setting.path for flag in flags}
-    for name in attrs.fields_dict(EngineConfig):
-        found.pop((name,), None)
-    return found
-
-
-def _canonical(path: _Path) -> _Path:
-    """The section and name of a setting however it is spelled; other paths unchanged."""
-    return _spellings().get(path, path)
-
-
-def canonical_key(key: str) -> str:
-    """The dotted key of a setting however it is spelled: max_num_seqs -> scheduler.max_running."""
-    return join_key(_canonical(split_key(key)))
-
-
-def join_key(path: Iterable[str]) -> str:
-    """Join the parts of a dotted key; a part that contains a dot is quoted, as in TOML."""
-    return ".".join(part if _BARE.fullmatch(part) else show(part)[0] for part in path)
-
-
-def split_key(key: str) -> tuple[str, ...]:
-    """Split a dotted key into its parts."""
-    if '"' not in key:
-        return tuple(key.split("."))
-    try:
-        table: Any = tomllib.loads(f"{key} = 0")
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{key} is not a dotted key: {error}") from error
-    parts: list[str] = []
-    while isinstance(table, dict):
-        [(part, table)] = table.items()
-        parts.append(part)
-    return tuple(parts)
-
-
 def flatten(config: EngineConfig) -> dict[str, Any]:
     """Dotted key -> value; a plugin's options have keys of their own (attention.options.foo)."""
     flat: dict[str, Any] = {}
@@ -218,13 +80,13 @@ def load_config(
     A key may be an alias (scheduler.max_num_seqs) or an option's name alone (max_running).
     Raises ConfigError, which lists all problems.
     """
-    settings: dict[_Path, Setting] = {setting.path: setting for setting in describe()}
-    given: dict[_Path, _Given] = {}
+    settings: dict[KeyPath, Setting] = {setting.path: setting for setting in describe()}
+    given: dict[KeyPath, _Given] = {}
     problems: list[str] = []
 
-    def put(spelled: _Path, value: Any, origin: str, where: str, spellings: dict[_Path, _Path]) -> None:
-        path = _canonical(spelled)
-        other = spellings.setdefault(path, spelled)
+    def put(spelled: KeyPath, value: Any, origin: str, where: str, spelled_as: dict[KeyPath, KeyPath]) -> None:
+        path = canonical(spelled)
+        other = spelled_as.setdefault(path, spelled)
         if other != spelled:
             problems.append(f"{where}: {_plain(spelled)} and {_plain(other)} are one setting; give one of them")
             return
@@ -244,17 +106,17 @@ def load_config(
                 del given[former]
             given[inner] = _Given(leaf, origin, where)
 
-    in_defaults: dict[_Path, _Path] = {}
+    in_defaults: dict[KeyPath, KeyPath] = {}
     for key, (value, origin) in defaults.items():
         put(split_key(key), value, origin, _place(origin, key), in_defaults)
-    in_file: dict[_Path, _Path] = {}
+    in_file: dict[KeyPath, KeyPath] = {}
     if file is not None:
         for path, value in _sections(_read(file)):
             put(path, _from_file(path, value, file), file.name, f"{file}: {_bracketed(path)}", in_file)
-    in_overrides: dict[_Path, _Path] = {}
+    in_overrides: dict[KeyPath, KeyPath] = {}
     for key, override in overrides.items():
         path = split_key(key)
-        setting = settings.get(_canonical(path)[:2])
+        setting = settings.get(canonical(path)[:2])
         value, origin = override, setting.flag if setting is not None and setting.flag else "--set"
         if isinstance(override, tuple) and len(override) == 2 and isinstance(override[1], str):
             value, origin = override
@@ -299,7 +161,7 @@ def _read(file: Path) -> Mapping[str, Any]:
     raise ConfigError(f"the configuration file {file} is neither .toml nor .yaml; rename it after its format")
 
 
-def _sections(content: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
+def _sections(content: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Any]]:
     """(path, value) of each key of a file. A key without a table has a path of one part; an empty section, no key."""
     known = attrs.fields_dict(EngineConfig)
     for section, values in content.items():
@@ -309,9 +171,9 @@ def _sections(content: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
             yield (section,), values
 
 
-def _from_file(path: _Path, value: Any, file: Path) -> Any:
+def _from_file(path: KeyPath, value: Any, file: Path) -> Any:
     """The value; if it is a relative path, relative to the file's directory."""
-    key = ".".join(_canonical(path))
+    key = ".".join(canonical(path))
     if key not in PATHS or not isinstance(value, str) or not value:
         return value
     found = file.parent / value
@@ -352,7 +214,7 @@ def _list(text: str) -> Any:
         return [_toml_value(part.strip()) for part in text[1:-1].split(",") if part.strip()]
 
 
-def _leaves(setting: Setting, path: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
+def _leaves(setting: Setting, path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
     """(path, value) of the setting; for a table of options, of each value in the table."""
     if setting.type is dict and isinstance(value, Mapping) and (value or path == setting.path):
         for name, inner in value.items():
@@ -361,7 +223,7 @@ def _leaves(setting: Setting, path: _Path, value: Any) -> Iterator[tuple[_Path, 
         yield path, value
 
 
-def _build(given: Mapping[_Path, _Given]) -> EngineConfig:
+def _build(given: Mapping[KeyPath, _Given]) -> EngineConfig:
     """The default configuration, overridden by the given values."""
     tree: dict[str, Any] = {section.name: {} for section in attrs.fields(EngineConfig)}
     for path, one in given.items():
@@ -396,11 +258,11 @@ def _raise_together(config: EngineConfig, places: Mapping[str, str]) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _unknown(path: _Path, settings: Iterable[_Path]) -> str:
+def _unknown(path: KeyPath, settings: Iterable[KeyPath]) -> str:
     """The problem with a key that no setting has."""
     sections = list(dict.fromkeys(one[0] for one in settings))
     if path[0] not in sections:
-        alone = [one for (one, *rest) in _spellings() if not rest]
+        alone = [one for (one, *rest) in spellings() if not rest]
         close = difflib.get_close_matches(path[0], alone, n=3, cutoff=0.8) if len(path) == 1 else []
         if close:
             return f"there is no setting {path[0]!r}; did you mean {' or '.join(close)}?"
@@ -408,25 +270,25 @@ def _unknown(path: _Path, settings: Iterable[_Path]) -> str:
     if len(path) == 1:
         return f"{path[0]} is a section; give its keys as a table"
     name = ".".join(path[1:])
-    known = [*settings, *_spellings()]
-    elsewhere = dict.fromkeys(_bracketed(_canonical(one)) for one in known if one[1:] == (name,))
+    known = [*settings, *spellings()]
+    elsewhere = dict.fromkeys(_bracketed(canonical(one)) for one in known if one[1:] == (name,))
     if elsewhere:
         return f"there is no such key here; did you mean {' or '.join(elsewhere)}?"
     return f"there is no such key; {near_misses(name, [one[1] for one in settings if one[0] == path[0]])}"
 
 
-def _is_flag(setting: Setting | None, origin: str, path: _Path) -> bool:
+def _is_flag(setting: Setting | None, origin: str, path: KeyPath) -> bool:
     """Whether the origin is an option, whose name alone identifies the setting."""
     flags = () if setting is None else (setting.flag, *setting.alias_flags)
-    return origin in flags and len(_canonical(path)) == 2
+    return origin in flags and len(canonical(path)) == 2
 
 
-def _bracketed(path: _Path) -> str:
+def _bracketed(path: KeyPath) -> str:
     """A key as a TOML file spells it."""
-    return path[0] if path in _spellings() and len(path) == 1 else f"[{path[0]}] {'.'.join(path[1:])}".rstrip()
+    return path[0] if path in spellings() and len(path) == 1 else f"[{path[0]}] {'.'.join(path[1:])}".rstrip()
 
 
-def _plain(path: _Path) -> str:
+def _plain(path: KeyPath) -> str:
     """A key without its section."""
     return join_key(path[1:] or path)
 

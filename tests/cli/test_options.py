@@ -18,7 +18,7 @@ from engine.cli.options import (
     refuse_settings,
     sampled,
 )
-from engine.core.config.load import Resolved, describe, flatten
+from engine.core.config import Resolved, describe, flatten
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.types import SamplingParams
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.config.limits import BOUNDS, parse_bytes
-from engine.core.config.load import describe
+from engine.core.config.setting_list import describe
 from engine.core.errors import ConfigError
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import attrs
 import pytest
 
-from engine.core.config.load import canonical_key, describe, flatten, join_key, load_config, split_key, validate
+from engine.core.config.load import flatten, load_config, validate
+from engine.core.config.setting_list import canonical_key
 from engine.core.config.tree import AttentionConfig, CacheConfig, EngineConfig, PluginsConfig
 from engine.core.errors import ConfigError
 
@@ -244,39 +244,6 @@ def test_a_tree_made_in_python_is_validated() -> None:
         validate(EngineConfig(plugins=PluginsConfig(allow="builtin")))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"attention.options: expected a table of options"):
         validate(EngineConfig(attention=AttentionConfig(options=3)))  # type: ignore[arg-type]
-
-
-def test_every_setting_is_described() -> None:
-    settings = describe()
-    expected = [
-        f"{section.name}.{one.name}"
-        for section in attrs.fields(EngineConfig)
-        for one in attrs.fields(type(section.default))
-    ]
-    assert [setting.key for setting in settings] == expected
-    assert all(setting.help.endswith(".") and setting.type_name for setting in settings)
-    flags = [setting.flag for setting in settings if setting.flag]
-    assert len(set(flags)) == len(flags)
-    for setting in settings:
-        assert isinstance(setting.default, setting.type)
-        assert not setting.choices or setting.default in setting.choices
-
-
-@pytest.mark.parametrize("path", [("a", "b"), ("a", "b.c"), ("a", 'q"q', "x y")])
-def test_a_dotted_key_can_be_split_again(path: tuple[str, ...]) -> None:
-    assert split_key(join_key(path)) == path
-
-
-def test_every_alias_names_one_setting() -> None:
-    keys = {setting.path for setting in describe()}
-    spellings = [
-        spelling
-        for setting in describe()
-        for alias in setting.aliases
-        for spelling in ((setting.path[0], alias), (alias,))
-    ]
-    flags = [(flag,) for one in describe() if one.flag for flag in (one.flag, *one.alias_flags)]
-    assert len({*spellings, *flags, *keys}) == len(spellings) + len(flags) + len(keys)
 
 
 @pytest.mark.parametrize("key", ["scheduler.max_running", "scheduler.max_num_seqs", "max_running", "max_num_seqs"])
