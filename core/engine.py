@@ -147,7 +147,7 @@ class Engine:
                 model_spec=model_spec,
                 max_len=self.max_len,
             )
-            checked = builder.make_speculator()
+            made_speculator = builder.make_speculator()
             with phases.phase("rehearsal"):
                 rehearse(
                     self._executor,
@@ -160,11 +160,11 @@ class Engine:
                     full=self.device.type == "cuda",
                     propose=self.config.speculator.max_drafts if self.parts.drafter is not None else 0,
                 )
-                times = builder.measure_steps(checked, cache_info)
+                times = builder.measure_steps(made_speculator, cache_info)
             self.cache_info = attrs.evolve(cache_info, phases=phases.seconds)
             if self.config.kv_events.endpoint:
                 self._kv_events = EventStream(self.config.kv_events, self.cache_info)
-            self._loop = builder.build(self.cache_info, checked, times, self._kv_events)
+            self._loop = builder.build(self.cache_info, made_speculator, times, self._kv_events)
             self._scheduler = self._loop.scheduler
             self._traces = Traces(self._loop, self.device.type)
             self.plugins.notify("engine_started", engine=self)

@@ -57,7 +57,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "core/protocols/answer.py",
         "core/protocols/errors.py",
     ),
-    "What travels": (
+    "Requests, steps and results": (
         "core/types/sampling_params.py",
         "core/types/request.py",
         "core/types/step.py",

@@ -73,9 +73,9 @@ class SingleLayerFactory(ExpertLayers):
         """group: the ranks that share the model; None: a single rank. fused: use Triton kernels (fused.py) where they
         exist. owners: extension point (quant, models) -> how errors name its plugin. max_len: longest context that is
         served, tokens; None: the model's. cache: which layers share block tables; None: all. stored: names of the
-        checkpoint's tensors; None: there is every tensor that layers ask for. expert_parallel: each rank has some of a
+        checkpoint's tensors; None: it has every tensor that layers ask for. expert_parallel: each rank has some of a
         layer's experts, not a shard of each. hidden_states: where the states entering some decoder layers are kept;
-        None: they are not.
+        None: they are not kept.
         """
         torch_dtype(dtype)
         self.model_owner = owners.get("models", "the model")
@@ -90,9 +90,9 @@ class SingleLayerFactory(ExpertLayers):
         self.layers = []
         self.ignored: list[str] = []
         self.former_prefixes: dict[str, str] = {}
-        """Beginning of names -> what the names of an older checkpoint begin with instead."""
+        """Prefix of names -> their prefix in an older checkpoint."""
         self.tied: dict[str, str] = {}
-        """Tensors that are not read -> tensors that are used instead, and that they must equal."""
+        """Tensor that is not read -> tensor that is used in its place and must equal it."""
         if quant is not None:
             with blame(self._quant_owner, "ignored()"):
                 ignored = quant.ignored()
@@ -106,11 +106,11 @@ class SingleLayerFactory(ExpertLayers):
         self.attentions: dict[int, tuple[str, Attention | GroupedAttention]] = {}
         """By decoder layer: the name of the attention module in the checkpoint, if it was given, and the layer."""
         self.head_linears: list[Linear] = []
-        """Those of `layers` that are output layers."""
+        """The linear layers among `layers` that are output layers."""
         self._quant = quant
         self.expert_parallel = expert_parallel
         self.hidden_states = hidden_states
-        """Where the states entering some decoder layers are kept; None: they are not."""
+        """Where the states entering some decoder layers are kept; None: they are not kept."""
         self.token_embedding: Embedding | None = None
         """The embedding of tokens: the first that was made."""
         self.last_norm: Norm | None = None
@@ -139,7 +139,7 @@ class SingleLayerFactory(ExpertLayers):
         self.ignored.append(pattern)
 
     def stores(self, module: str) -> bool | None:
-        """Whether the checkpoint has tensors of a module, as MODULE.weight. None: with random weights it is open."""
+        """Whether the checkpoint has tensors of a module (MODULE.weight). None: unknown, since weights are random."""
         return None if self._modules is None else module in self._modules
 
     def stores_tensor(self, name: str) -> bool | None:
@@ -446,7 +446,7 @@ class SingleLayerFactory(ExpertLayers):
 
 
 def _stored_in(name: str, parts: tuple[LinearPart, ...]) -> tuple[LinearPart, ...]:
-    """The parts, as one layer of the checkpoint has them, one after the other; as they are without its name."""
+    """The parts with their places in the checkpoint's layer `name`, which has all of them; unchanged if it is empty."""
     if not name:
         return parts
     starts = [0, *accumulate(part.out_features for part in parts)]

@@ -280,7 +280,7 @@ class BlockManager:
         """Claim the next tokens between `position` and `end` for a chunk of the sequence. Returns the chunk's start and
         its number of tokens, at most `max_tokens`.
 
-        The chunk starts behind the tokens that are claimed already, and ends before the next block of which some are.
+        The chunk starts behind the tokens that are already claimed, and ends before the next block with claimed tokens.
         """
         blocks, claimed, size = self._tables[sequence].blocks, self._claimed, self.block_size
         first = position // size

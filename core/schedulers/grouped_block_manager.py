@@ -214,7 +214,7 @@ class GroupedBlockManager(BlockManager):
         return True
 
     def index_pending(self, sequence: int, tokens: Sequence[int], chain: HashChain) -> None:
-        """Note what the sequence is about to compute, for `awaits`."""
+        """Note the blocks that the sequence is about to compute, for `awaits`."""
         if self.prefix_caching:
             state = self._sequences[sequence]
             for index in range(state.cached, (len(tokens) - 1) // self.block_size):
@@ -248,7 +248,7 @@ class GroupedBlockManager(BlockManager):
         pass
 
     def shares(self, sequence: int, start: int, count: int) -> bool:
-        """No sequence relies on what is not computed."""
+        """Never: sequences share only computed entries."""
         return False
 
     def unregister(self, tokens: Sequence[int], chain: HashChain) -> None:

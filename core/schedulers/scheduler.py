@@ -85,9 +85,9 @@ class Scheduler:
 
     max_batch_tokens: maximum tokens per step (per iteration of a multi-step step). max_running: maximum sequences per
     step. max_len: maximum context, prompt and output together. eos_tokens: the model's end-of-sequence tokens. meter:
-    counts what each planned step computes; None: nothing does. speculator: proposes drafts; None: nothing does.
-    draft_lengths: chooses how many of them are verified; None: all are. grammars: has the compiled grammars, which
-    proposals keep to; None: they need not. unknown_sequences: sequences that the runner has but that belong to no
+    counts what each planned step computes; None: nothing is counted. speculator: proposes drafts; None: there are none.
+    draft_lengths: chooses how many drafts are verified; None: all are. grammars: the compiled grammars, which drafts
+    must match; None: drafts are not checked. unknown_sequences: sequences that the runner has but that belong to no
     request.
     """
 
@@ -107,7 +107,7 @@ class Scheduler:
         grammars: Grammars | None = None,
         unknown_sequences: Iterable[int] = (),
     ) -> None:
-        """cache_metrics: those that observe `blocks`; None: the cache is not measured."""
+        """cache_metrics: the metrics that observe `blocks`; None: the cache is not measured."""
         self._counter = StepCounter()
         self._meter = meter
         self._queues = Queues(blocks, self._counter, None if meter is None else meter.contexts)
@@ -251,8 +251,11 @@ class Scheduler:
         return self._build_step(plan)
 
     def needs_result(self) -> bool:
-        """Whether the result of the step in flight should be committed before the next step is planned: the step has
-        drafts, whose requests can go on only then, or the next one may have drafts, which follow the newest tokens."""
+        """Whether to commit the step in flight before planning the next one.
+
+        So it is if the step has or proposes drafts, without whose result their requests cannot go on, or if the next
+        step may have drafts, which must follow the newest tokens.
+        """
         if self._drafting is None or not self._in_flight:
             return False
         last = self._in_flight[-1]
