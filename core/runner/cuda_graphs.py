@@ -133,7 +133,9 @@ class DecodeGraphs:
                 run = self._state.graph_pass(self.batch(size), GraphSlot(num_sequences=size))
                 self._step(run, size, first)
                 for path in others:
-                    self._sample_alone(size, path)
+                    captured = self._sample_alone(size, path)
+                    if not isinstance(captured, torch.Tensor):
+                        self._end(self._rows[:size], captured)
 
     def capture_all(self, on_progress: Callable[[int, int], None]) -> None:
         """Capture each sampling path for every batch size, the largest first, whose memory serves the others.
@@ -311,7 +313,7 @@ class DecodeGraphs:
             return None
         return lambda: self._sample_alone(size, path)
 
-    def _sample_alone(self, size: int, path: SamplingPath) -> object:
+    def _sample_alone(self, size: int, path: SamplingPath) -> CapturedTokens | torch.Tensor:
         """Sample from hidden states of zeros, by the kernels of a graph."""
         hidden = torch.zeros(size, self._hidden_size, dtype=self._dtype, device=self._device)
         return path.capture(self._model, hidden, self._rows[:size])
