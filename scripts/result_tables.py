@@ -111,7 +111,7 @@ def methods_tables() -> str:
         rows = [
             (
                 label(metric, case, unit),
-                *(number(values[metric, case, unit, method]) for method in reports),
+                *(number(values[key]) if (key := (metric, case, unit, method)) in values else "" for method in reports),
             )
             for metric, case, unit in dict.fromkeys(key[:3] for key in values)
             if metric in metrics and not (metric == metrics[2] and case.startswith("batch"))
