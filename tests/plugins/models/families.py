@@ -106,6 +106,32 @@ FAMILIES: Mapping[str, Family] = {
             "tie_word_embeddings": False,
         },
     ),
+    "deepseek_v2": Family(
+        config={
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+            "rms_norm_eps": 0.01,  # the norm of latents has another
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "mscale": 0.9,
+                "mscale_all_dim": 0.7,
+                "original_max_position_embeddings": 128,
+            },
+        },
+        seed=1,
+    ),
     "mimo": Family(
         reference="qwen2",
         renamed={"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "attention_bias": True},
