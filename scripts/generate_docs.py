@@ -174,11 +174,12 @@ def architectures_table() -> str:
 def families_table() -> str:
     """Each native family, the length of its file, and how it is compared with transformers."""
     tests = runpy.run_path(str(FAMILIES))
+    ranks = ", ".join(map(str, tests["RANKS"]))
     rows = []
     for model_type, family in tests["FAMILIES"].items():
-        file = f"plugins/models/{family.plugin or model_type}.py"
+        file = f"plugins/models/{family.module or family.plugin or model_type}.py"
         lines = len((ROOT / file).read_text(encoding="utf-8").splitlines())
-        rows.append((model_type, code(file), lines, ", ".join(map(str, family.ranks)), tests["FORMS"][family.form]))
+        rows.append((model_type, code(file), lines, ranks, tests["FORMS"][family.form]))
     rows.sort(key=lambda row: (-row[2], row[0]))
     return table(("model_type", "file", "lines", "ranks", "quantized form"), rows)
 

@@ -124,6 +124,12 @@ class AttentionConformance:
         """Attention sinks in one layer, none in the next, next to windows."""
         self.check(self.spec(sinks=(True, False), sliding_windows=(8, None)), BATCHES[name])
 
+    @pytest.mark.parametrize("name", [*BATCHES, *LONG_BATCHES])
+    def test_latent(self, name: str) -> None:
+        """A cache of keys alone, whose first numbers are the values, for all query heads."""
+        spec = self.spec(num_kv_heads=1, value_head_dim=48, latent=True)
+        self.check(spec, {**BATCHES, **LONG_BATCHES}[name])
+
     def test_sinks_with_a_soft_cap_over_float8(self) -> None:
         """Sinks are not capped, and not scaled by the key scale."""
         self.check(self.spec(sinks=(True, True), softcap=2.0, kv_dtype=FLOAT8), BATCHES["mixed"])
@@ -297,6 +303,8 @@ class AttentionConformance:
             pytest.skip(f"reads no {FLOAT8}")
         if any(spec.sinks) and not self.backend.reads_sinks:
             pytest.skip("computes no attention sinks")
+        if spec.latent and not self.backend.reads_latent:
+            pytest.skip("reads no latent cache")
 
     def _backend(self, spec: AttentionSpec, case: Case) -> AttentionBackend[Any, Any]:
         options = self.options
@@ -355,6 +363,8 @@ class AttentionConformance:
             for row, (cached, new) in enumerate(lengths):
                 shape = (contexts[row], spec.num_kv_heads, spec.head_dim)
                 k, v = (torch.randn(shape, generator=draw).to(given) for _ in range(2))
+                if spec.latent:
+                    v = k[..., : spec.output_dim]
                 q = torch.randn((new, spec.num_heads, spec.head_dim), generator=draw).to(getattr(torch, spec.dtype))
                 places = torch.tensor(slots[row], device=name)
                 pool.write(layer, k.to(name), v.to(name), places)

@@ -41,7 +41,7 @@ class Case:
     pool: KVPool
     inputs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     expected: Sequence[torch.Tensor]
-    """Per layer: [tokens, heads, head_dim] float64."""
+    """Per layer: [tokens, heads, output_dim] float64."""
     sinks: Sequence[torch.Tensor | None] = ()
     """Per layer: [heads] float32, or None; empty if no layer has sinks."""
 
@@ -172,11 +172,11 @@ def dense_attention(
     """Compute causal attention of one sequence by its definition, as the reference.
 
     q: [new, heads, head_dim], the last tokens of the sequence; k, v: [context, kv_heads, head_dim]; sinks: [heads].
-    Returns [new, heads, head_dim] float64.
+    Returns [new, heads, size of a value] float64.
     """
     new, context = len(q), len(k)
     group = spec.num_heads // spec.num_kv_heads
-    out = torch.empty(q.shape, dtype=torch.float64)
+    out = torch.empty(*q.shape[:2], v.shape[-1], dtype=torch.float64)
     at = torch.arange(context)
     for head in range(spec.num_heads):
         keys, values = k[:, head // group].double(), v[:, head // group].double()

@@ -11,12 +11,12 @@ import attrs
 import numpy as np
 import torch
 
-from engine.core.attention import AttentionBackend, ForwardBatch, KVPool
+from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, KVPool
 from engine.core.config import EngineConfig
 from engine.core.distributed import RankGroup
 from engine.core.layers import LayerFactory
 from engine.core.models import ForwardPass, Model
-from engine.core.plugin_host import attention_spec, load_plugins
+from engine.core.plugin_host import attention_spec, cache_layout, load_plugins
 from engine.core.quant import QuantMethod
 from engine.core.weights import Checkpoint, SafetensorsSource, WeightSource, load_weights
 
@@ -57,7 +57,7 @@ class ModelBench:
         self.model = model(checkpoint.config, self.layers, options)
         with torch.inference_mode():
             load_weights(self.layers, source, threads=1)
-        shape = attention_spec(self.spec, EngineConfig(), dtype, self.spec.max_len, dtype, self.layers.ranks)
+        shape = self._attention_spec(dtype)
         self._block_size = shape.block_size
         num_blocks = -(-MAX_TOKENS // self._block_size)
         blocks = np.arange(num_blocks * len(prompts), dtype=np.int32)[::-1].copy()
@@ -69,6 +69,14 @@ class ModelBench:
         if self.layers.sinks:
             sinks = {reader.layer: reader.weight for reader in self.layers.sinks}
             self._attention.set_sinks([sinks.get(layer) for layer in range(shape.num_layers)])
+
+    def _attention_spec(self, dtype: str) -> AttentionSpec:
+        """The attention of all layers. Those of `layer_caches` must be of one cache group."""
+        settings = (self.spec, EngineConfig(), dtype, self.spec.max_len, dtype, self.layers.ranks)
+        if not self.spec.layer_caches:
+            return attention_spec(*settings)
+        [group] = cache_layout(*settings).groups
+        return group.spec
 
     def hidden(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Hidden states of one batch: [tokens, hidden_size]. Chunks of one token must come first."""

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
         RotarySpec as RotarySpec,
         refuses_rope as refuses_rope,
         rotate as rotate,
+        rotate_pairs as rotate_pairs,
+        yarn_sharpness as yarn_sharpness,
     )
     from engine.core.layers.routing import Router as Router, RoutingSpec as RoutingSpec, route as route
     from engine.core.layers.skinny_linear import SkinnyGemms as SkinnyGemms
@@ -126,6 +128,8 @@ __getattr__, __dir__, __all__ = exports(
         "RotarySpec",
         "refuses_rope",
         "rotate",
+        "rotate_pairs",
+        "yarn_sharpness",
     ),
     skinny_linear=("SkinnyGemms",),
     sparse_mlp=(

@@ -156,12 +156,23 @@ def _yarn(powers: torch.Tensor, theta: float, parameters: Mapping[str, Any]) -> 
 
 
 def _yarn_attention_factor(factor: float, parameters: Mapping[str, Any]) -> float:
-    def sharpness(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
     scale, scale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    default = sharpness(scale) / sharpness(scale_all) if scale and scale_all else sharpness(1.0)
+    default = _sharpness(factor, 1.0)
+    if scale and scale_all:
+        default = _sharpness(factor, scale) / _sharpness(factor, scale_all)
     return _read(parameters, "attention_factor", float, default)
+
+
+def _sharpness(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def yarn_sharpness(spec: RotarySpec | None) -> float:
+    """Factor of mscale_all_dim on queries and on keys, which DeepSeek applies to rotated and other parts alike."""
+    scale = None if spec is None or spec.type != "yarn" else spec.parameters.get("mscale_all_dim")
+    if spec is None or not scale:
+        return 1.0
+    return _sharpness(_read(spec.parameters, "factor", float, least=1), scale)
 
 
 def _dynamic(powers: torch.Tensor, theta: float, parameters: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
@@ -261,3 +272,14 @@ def rotate_interleaved(x: torch.Tensor, angles: Angles) -> torch.Tensor:
     first, second = x[..., :size:2], x[..., 1:size:2]
     turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
     return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), -1)
+
+
+def rotate_pairs(x: torch.Tensor, angles: Angles) -> torch.Tensor:
+    """Rotate x: [tokens, heads, rotary_dim], for layers of a model's own. Dimension 2 i rotates with 2 i + 1.
+
+    angles: of any RotaryEmbedding; each has the cosines first, and the sines as they are last.
+    """
+    half = x.shape[-1] // 2
+    cos, sin = angles[0].flatten(1)[:, None, :half], angles[1].flatten(1)[:, None, -half:]
+    first, second = x[..., ::2], x[..., 1::2]
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2).to(x.dtype)

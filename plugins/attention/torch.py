@@ -61,6 +61,7 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
 
     api = "2"
     reads_float8 = True
+    reads_latent = True
     reads_sinks = True
 
     @classmethod
@@ -70,6 +71,8 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
                 f"keys and values must have the type of the activations ({spec.dtype}) or {FLOAT8}, "
                 f"not {spec.kv_dtype}; use --kv-dtype auto or {FLOAT8}"
             )
+        if spec.latent and spec.kv_dtype == FLOAT8:
+            return f"it reads no latent KV cache in {FLOAT8}; use --kv-dtype auto"
         return None
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
@@ -80,15 +83,14 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
         """Whether any layer computes its scores here, rather than in scaled_dot_product_attention."""
         self._scales = pool.scales
         self._dtype = getattr(torch, spec.dtype)
-        shape = (-1, spec.num_kv_heads, spec.head_dim)
         # Float8 is gathered as bytes: torch does not gather float8 on every device.
         stored = torch.uint8 if pool.is_float8 else self._dtype
         self._kv_dtype = getattr(torch, spec.kv_dtype)
-        self._keys = [keys.view(stored).view(shape) for keys in pool.keys]
-        self._values = [values.view(stored).view(shape) for values in pool.values]
+        self._keys = [keys.view(stored).flatten(0, 1) for keys in pool.keys]
+        self._values = [values.view(stored).flatten(0, 1) for values in pool.values]
         # Gathered into buffers that are kept: fresh memory pages from the system cost more than the copy itself.
-        self._gathered_keys = self._keys[0].new_empty(0, *shape[1:])
-        self._gathered_values = self._gathered_keys.clone()
+        self._gathered_keys = self._keys[0].new_empty(0, spec.num_kv_heads, spec.head_dim)
+        self._gathered_values = self._keys[0].new_empty(0, spec.num_kv_heads, spec.output_dim)
 
     def set_sinks(self, sinks: Sequence[torch.Tensor | None]) -> None:
         self._sinks = sinks
@@ -114,7 +116,7 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
         groups = plan[layer]
         if len(groups) == 1:
             return self._attend(layer, q, groups[0])
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], self._spec.output_dim)
         self.forward_groups(layer, q, groups, out)
         return out
 
@@ -130,22 +132,22 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
         self.forward_groups(layer, q, plan[layer], out)
 
     def forward_groups(self, layer: int, q: torch.Tensor, groups: Sequence[Group], out: torch.Tensor) -> None:
-        """Compute attention for the groups' rows of q into the same rows of out: [tokens, heads, head_dim] each."""
+        """Compute attention for the groups' rows of q into the same rows of out.
+
+        q: [tokens, heads, head_dim]; out: [tokens, heads, output_dim].
+        """
         for group in groups:
             out[group.query_rows] = self._attend(layer, q[group.query_rows], group)
 
     def _attend(self, layer: int, q: torch.Tensor, group: Group) -> torch.Tensor:
-        """q: [sequences * queries, heads, head_dim], one sequence after the other -> the same shape."""
-        heads, dim = q.shape[1:]
+        """q: [sequences * queries, heads, head_dim], one sequence after the other -> [same, heads, output_dim]."""
         count = group.num_sequences
-        keys, values = (
-            part.view(count, -1, self._spec.num_kv_heads, dim).transpose(1, 2)
-            for part in self._gather(layer, group.slots)
+        keys, values, queries = (
+            part.view(count, -1, *part.shape[1:]).transpose(1, 2) for part in (*self._gather(layer, group.slots), q)
         )
-        queries = q.view(count, -1, heads, dim).transpose(1, 2)
         scale, sinks = self._spec.scale * self._scales[layer].key, self._sinks[layer]
         if group.tiles:
-            out = torch.empty_like(queries)
+            out = queries.new_empty(*queries.shape[:-1], self._spec.output_dim)
             for tile in group.tiles:
                 # On a GPU, the kernels need a mask whose rows are aligned.
                 mask = tile.mask if tile.mask.device.type == "cpu" else tile.mask.contiguous()
@@ -155,7 +157,7 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
             out = self._attend_to(queries, keys, values, group.mask, scale, sinks, causal=group.causal)
         if self._scales[layer].value != 1:
             out = out * self._scales[layer].value
-        return out.transpose(1, 2).reshape(q.shape)
+        return out.transpose(1, 2).flatten(0, 1)
 
     def _attend_to(
         self,
@@ -168,7 +170,7 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
         *,
         causal: bool = False,
     ) -> torch.Tensor:
-        """Compute attention. q, k, v are [sequences, heads, length, head_dim]; sinks: [heads] or None."""
+        """Compute attention. q, k: [sequences, heads, length, head_dim]; v: [..., output_dim]; sinks: [heads]."""
         if self._spec.softcap is not None or sinks is not None:
             return _attend_by_scores(q, k, v, mask, scale, self._spec.softcap, sinks)
         return F.scaled_dot_product_attention(
@@ -178,14 +180,18 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
     def _gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather the (possibly quantized) keys and values of `slots`, converted to the activations' type.
 
-        Returns [len(slots), kv_heads, head_dim] each, valid until the next call.
+        Returns keys [len(slots), kv_heads, head_dim] and values [..., output_dim], valid until the next call.
         """
         count = len(slots)
         if count > len(self._gathered_keys):
             self._gathered_keys = self._gathered_keys.new_empty(count, *self._gathered_keys.shape[1:])
-            self._gathered_values = torch.empty_like(self._gathered_keys)
-        keys, values = self._gathered_keys[:count], self._gathered_values[:count]
+            if not self._spec.latent:
+                self._gathered_values = self._gathered_values.new_empty(count, *self._gathered_values.shape[1:])
+        keys = self._gathered_keys[:count]
         torch.index_select(self._keys[layer], 0, slots, out=keys)
+        if self._spec.latent:
+            return keys, keys[..., : self._spec.output_dim]
+        values = self._gathered_values[:count]
         torch.index_select(self._values[layer], 0, slots, out=values)
         return keys.view(self._kv_dtype).to(self._dtype), values.view(self._kv_dtype).to(self._dtype)
 
@@ -286,7 +292,7 @@ def _attend_by_scores(
 ) -> torch.Tensor:
     """Compute scaled_dot_product_attention with capped scores, or sinks, or both.
 
-    q, k, v: [sequences, heads, length, head_dim]; sinks: [heads].
+    q, k: [sequences, heads, length, head_dim]; v: [..., output_dim]; sinks: [heads].
     """
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)

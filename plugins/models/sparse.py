@@ -47,7 +47,11 @@ class SparseConfig:
     transposed: bool = False
     interleaved: bool = False
     shared_intermediate_size: int = 0
-    """Of the shared expert, whose result is gated. 0: there is none."""
+    """Of the shared expert. 0: there is none."""
+    shared: str = "shared_expert"
+    """Name of the shared expert in the module."""
+    shared_gate: str = "shared_expert_gate"
+    """Name of the gate of the shared expert's result. Empty: the result is not gated."""
 
     def make(self, layer: str, layers: LayerFactory, hidden_size: int, eps: float) -> SparseMLP:
         """The mixture of experts of one layer. layer: its name in the checkpoint, as model.layers.0."""
@@ -56,9 +60,9 @@ class SparseConfig:
         shared = None
         if self.shared_intermediate_size:
             shared = SharedExpertSpec(
-                name=f"{name}.shared_expert",
+                name=f"{name}.{self.shared}",
                 intermediate_size=self.shared_intermediate_size,
-                gate=f"{name}.shared_expert_gate",
+                gate=f"{name}.{self.shared_gate}" if self.shared_gate else "",
             )
         return layers.sparse_mlp(
             SparseMLPSpec(

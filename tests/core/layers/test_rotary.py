@@ -7,7 +7,15 @@ import torch
 from attrs import evolve
 
 from engine.core.errors import CheckpointError
-from engine.core.layers.rotary import Rotary, RotarySpec, refuses_rope, rotate, rotate_interleaved
+from engine.core.layers.rotary import (
+    Rotary,
+    RotarySpec,
+    refuses_rope,
+    rotate,
+    rotate_interleaved,
+    rotate_pairs,
+    yarn_sharpness,
+)
 
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
@@ -176,3 +184,30 @@ def test_unknown_types_are_refused_by_name() -> None:
 def test_missing_or_wrong_parameters_are_an_error(parameters: Any, said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         RotarySpec.from_config({"rope_parameters": parameters}, 64)
+
+
+def test_rotate_pairs_takes_the_angles_of_either_rotary_embedding() -> None:
+    """Those with a factor on cosine and sine, and heads of bfloat16 too."""
+    parameters = {**YARN, "rope_theta": 10000.0, "attention_factor": 1.25}
+    spec = RotarySpec.from_config({"max_position_embeddings": 16384, "rope_parameters": parameters}, 8)
+    positions, x = torch.arange(5), torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(1))
+    plain = Rotary(spec, "float32", "cpu").angles(positions)
+    frequencies, factor = spec.frequencies()
+    radians = positions[:, None] * frequencies
+    fused = radians.cos() * factor, radians.sin() * factor  # as FusedRotary returns them
+    expected = rotate_interleaved(x, plain)
+    for angles in (plain, fused):
+        torch.testing.assert_close(rotate_pairs(x, angles), expected)
+        half = rotate_pairs(x.bfloat16(), angles)
+        assert half.dtype is torch.bfloat16
+        torch.testing.assert_close(half.float(), expected, rtol=0.02, atol=0.05)
+
+
+def test_yarn_sharpness_is_that_of_mscale_all_dim() -> None:
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import yarn_apply_mscale
+
+    for more in ({}, {"mscale_all_dim": 0.707}, {"mscale_all_dim": 0.0}, {"mscale_all_dim": 0.7, "factor": 1.0}):
+        parameters = {**YARN, "rope_theta": 10000.0, **more}
+        spec = RotarySpec.from_config({"max_position_embeddings": 16384, "rope_parameters": parameters}, 8)
+        assert yarn_sharpness(spec) ** 2 == pytest.approx(yarn_apply_mscale(parameters, 1.0))
+    assert yarn_sharpness(None) == 1.0

@@ -56,6 +56,10 @@ class LatentAttention(AttentionBackend[None, ForwardBatch]):
         return torch.cat(out)
 
 
+class AttentionWithoutLatentKeys(LatentAttention):
+    reads_latent = False
+
+
 def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int) -> torch.Tensor:
     """Causal attention of the last tokens of a sequence, whose one KV head all query heads share."""
     distance = torch.arange(len(keys) - len(q), len(keys))[:, None] - torch.arange(len(keys))
@@ -172,6 +176,7 @@ class Offering:
     @hookimpl
     def register_attention(self, register: Any) -> None:
         register("latent", lambda: LatentAttention, api="2", summary="", preference=0)
+        register("plain", lambda: AttentionWithoutLatentKeys, api="2", summary="", preference=0)
 
 
 SETTINGS = {"model__name": "mixed", "model__load_format": "dummy", "attention__name": "latent", "cache__block_size": 4}
@@ -200,4 +205,4 @@ def test_a_speculator_is_refused_where_layers_keep_a_state(make_engine: Any) -> 
 
 def test_a_backend_without_latent_keys_is_refused(make_engine: Any) -> None:
     with pytest.raises(PluginError, match=r"it reads no values of 8 numbers with keys of 12, as this model has"):
-        make_engine(Offering(), **{**SETTINGS, "attention__name": "torch"})
+        make_engine(Offering(), **{**SETTINGS, "attention__name": "plain"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.plugins.models.cohere2 import Cohere2
 from engine.plugins.models.decoder import Decoder
+from engine.plugins.models.deepseek_v2 import DeepseekV2
 from engine.plugins.models.gemma2 import Gemma2
 from engine.plugins.models.gemma3 import Gemma3
 from engine.plugins.models.glm4 import Glm4
@@ -45,5 +46,6 @@ SPARSE: dict[str, type[Decoder]] = {
     "qwen2_moe": Qwen2Moe,
     "qwen3_moe": Qwen3Moe,
     "gpt_oss": GptOss,
+    "deepseek_v2": DeepseekV2,
 }
 """Those with experts."""

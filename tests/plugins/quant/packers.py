@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 FILE = "model.safetensors"
-PROJECTIONS = ("_proj", "c_fc", ".w1", ".w2", ".w3")
+PROJECTIONS = ("_proj", "_proj_with_mqa", "c_fc", ".w1", ".w2", ".w3")
 """How the names of projections end."""
 
 

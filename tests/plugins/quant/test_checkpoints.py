@@ -34,6 +34,7 @@ FP8_BLOCKS = {
     "weight_block_size": [128, 128],
     "modules_to_not_convert": ["lm_head"],
 }
+FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
 TOKEN = number("float", "token", dynamic=True)
 CT_TENSOR = compressed("float-quantized", number("float", "tensor"), number("float", "tensor"))
 CT_CHANNEL = compressed("float-quantized", number("float", "channel"), TOKEN)
@@ -54,6 +55,7 @@ FP8 = {
     ),
     "fp8 blocks": (fp8_blocks("weight_scale_inv"), FP8_BLOCKS),
     "fp8 blocks, powers of two": (fp8_blocks("weight_scale_inv", powers=True), FP8_BLOCKS | {"scale_fmt": "ue8m0"}),
+    "fbgemm": (fp8_per_channel, FBGEMM),
     "compressed-tensors per tensor": (fp8_per_tensor(input_scale=0.01), CT_TENSOR),
     "compressed-tensors per channel": (fp8_per_channel, CT_CHANNEL),
     "compressed-tensors blocks": (fp8_blocks("weight_scale"), CT_BLOCK),

@@ -1,0 +1,106 @@
+"""DeepSeek-V2-Lite through the whole engine, with its latent KV cache, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core import Engine, SamplingParams
+from engine.core.errors import CheckpointError, PluginError
+from engine.core.plugin_host import load_plugins
+from engine.core.weights import Checkpoint
+from engine.plugins.models.deepseek_v2 import DeepseekV2
+from engine.testing.checkpoints import make_checkpoint
+from engine.testing.models import ModelConformance
+from engine.testing.ranks import threaded_ranks
+from tests.reference_tokens import greedy_tokens
+
+from .families import FAMILIES
+
+NAME = "deepseek_v2"
+CONFIG = FAMILIES[NAME].config
+PROMPTS = [[(11 * row + 5 * column + row * column) % 500 for column in range(5 + 17 * row)] for row in range(3)]
+STEPS = 16
+GREEDY = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
+SETTINGS: dict[str, Any] = {"executor__device": "cpu", "model__dtype": "float32", "cache__memory": "1MiB"}
+
+
+class TestDeepseekV2(ModelConformance):
+    model = DeepseekV2
+    architecture = NAME
+    config = CONFIG
+    rerouted = 0.05
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, of which one is dense."""
+    return make_checkpoint(tmp_path_factory.mktemp("model"), NAME, tokenizer=True, **CONFIG)
+
+
+def test_greedy_tokens_equal_transformers_in_chunks_and_with_cached_prefixes_on_one_rank_and_two(
+    checkpoint: Path,
+) -> None:
+    expected = greedy_tokens(checkpoint, PROMPTS, STEPS)
+    for more in ({}, {"executor": threaded_ranks(2), "executor__expert_parallel": True}):
+        with Engine(
+            model=str(checkpoint), model__name=NAME, **SETTINGS, scheduler__max_batch_tokens=17, **more
+        ) as engine:
+            for _ in range(2):
+                assert [list(one.token_ids) for one in engine.generate(PROMPTS, GREEDY)] == expected
+            assert engine.stats().prefix_hits > 0
+
+
+def test_cache_holds_one_key_per_token_and_layer_for_all_heads(checkpoint: Path) -> None:
+    spec = DeepseekV2.spec(Checkpoint.open(checkpoint).config)
+    [cache, _] = spec.layer_caches
+    assert (cache.num_kv_heads, cache.head_dim, cache.value_head_dim) == (1, 32 + 8, 32)  # type: ignore[union-attr]
+    with Engine(model=str(checkpoint), model__name=NAME, **SETTINGS, cache__block_size=16) as engine:
+        assert engine.cache_info.num_blocks == 2**20 // (2 * 16 * (32 + 8) * 4)
+
+
+def test_fallback_serves_where_the_native_model_is_not_named(checkpoint: Path) -> None:
+    """The attention backends that are fast on a GPU read no latent cache."""
+    config = Checkpoint.open(checkpoint).config
+    serving = [one.name for one in load_plugins().models.candidates() if one.load().refuses(config) is None]
+    assert serving == ["transformers"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"attention__name": "native"}, "it reads no values of 32 numbers with keys of 40"),
+        ({"cache__dtype": "float8_e4m3fn"}, "it reads no latent KV cache in float8_e4m3fn; use --kv-dtype auto"),
+    ],
+    ids=["backend without latent keys", "float8 cache"],
+)
+def test_what_reads_no_latent_cache_is_refused_by_a_sentence(
+    checkpoint: Path, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(PluginError, match=said):
+        Engine(model=str(checkpoint), model__name=NAME, **SETTINGS, **settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"q_lora_rank": 1536}, "q_lora_rank: null; queries from a latent (DeepSeek-V2) are not computed"),
+        ({"q_lora_rank": ...}, "q_lora_rank: null; queries from a latent (DeepSeek-V2) are not computed"),
+        ({"topk_method": "group_limited_greedy"}, 'topk_method: "group_limited_greedy"'),
+        ({"norm_topk_prob": True}, "norm_topk_prob: true"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads must be num_attention_heads"),
+        ({"num_experts_per_tok": 9}, "9 experts per token, and a layer has 8"),
+        ({"kv_lora_rank": ...}, "'kv_lora_rank'"),
+    ],
+)
+def test_configs_that_cannot_be_computed_are_refused(checkpoint: Path, changes: dict[str, Any], said: str) -> None:
+    config = {**Checkpoint.open(checkpoint).config, **changes}
+    config = {key: value for key, value in config.items() if value is not ...}
+    refusal = DeepseekV2.refuses(config)
+    if refusal is None:
+        with pytest.raises(CheckpointError) as caught:
+            DeepseekV2.spec(config)
+        refusal = str(caught.value)
+    assert said in refusal
