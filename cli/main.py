@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from engine.cli.errors import ServerError
+from engine.core.collector import paused
 from engine.core.errors import EngineError, ExecutorError
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ class Builtin(NamedTuple):
     def load(self, name: str) -> Any:
         """Import the command."""
         module, _, attribute = self.target.partition(":")
-        found = getattr(import_module(f"engine.cli.{module}"), attribute)
+        with paused():
+            found = getattr(import_module(f"engine.cli.{module}"), attribute)
         if not isinstance(found, typer.Typer):
             function, found = found, typer.Typer(add_completion=False)
             found.command(name)(function)
@@ -51,7 +53,7 @@ BUILTINS = {
         "download:download", "Download a model from the hub, as far as it is not on disk, and print its directory."
     ),
     "quantize": Builtin("quantize:quantize", "Write a quantized copy of a checkpoint, layer by layer."),
-    "bench": Builtin("bench:app", "Measure speed on this machine."),
+    "bench": Builtin("bench.commands:app", "Measure speed on this machine."),
     "profile": Builtin("profile:app", "See where time and memory go."),
     "top": Builtin(
         "top.command:top",

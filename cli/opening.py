@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from engine.core.collector import paused
 from engine.core.config import Resolved
 
 if TYPE_CHECKING:
@@ -17,8 +18,9 @@ def open_engine(resolved: Resolved, *, live: bool = True) -> Engine:
 
     live: whether to update one line of the terminal; False: print lines for a download, and nothing else.
     """
-    from engine.core.engine import Engine
-    from engine.core.startup_display import show_startup
+    with paused():
+        from engine.core.engine import Engine
+        from engine.core.startup_display import show_startup
 
     with show_startup(lines=False, live=live) as listener:
         return Engine(config=resolved.config, on_progress=listener)

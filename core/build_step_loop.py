@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from attrs import frozen
 
@@ -10,7 +11,6 @@ from engine.core.config.tree import EngineConfig
 from engine.core.executors.base import Executor
 from engine.core.executors.deployment import Deployment
 from engine.core.executors.step_times import StepTimes, measure_step_times
-from engine.core.kv_events.stream import EventStream
 from engine.core.models.base import ModelSpec
 from engine.core.plugin_host.derived import speculator_spec
 from engine.core.profiling.live import StepMeter
@@ -24,6 +24,9 @@ from engine.core.speculators.device_proposals import DeviceProposals
 from engine.core.speculators.draft_lengths import DraftLengths
 from engine.core.step_loop import StepLoop
 from engine.core.types import CacheInfo
+
+if TYPE_CHECKING:
+    from engine.core.kv_events.stream import EventStream
 
 _log = logging.getLogger(__name__)
 

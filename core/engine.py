@@ -9,7 +9,7 @@ from functools import cached_property
 from os import PathLike
 from reprlib import repr as shortened
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -18,6 +18,7 @@ from engine.core.arguments import Conversation, check_request, check_tokens
 from engine.core.async_generation import AsyncGenerator
 from engine.core.attention.base import AttentionBackend
 from engine.core.build_step_loop import StepLoopBuilder
+from engine.core.collector import paused
 from engine.core.config.merge import merge_arguments
 from engine.core.config.model_name import is_hub_name
 from engine.core.config.tree import EngineConfig
@@ -29,7 +30,6 @@ from engine.core.executors.rehearsal import rehearse
 from engine.core.generation import Completion, generate, stream
 from engine.core.grammars.base import GrammarBackend
 from engine.core.hub.names import locate, locate_speculator
-from engine.core.kv_events.stream import EventStream
 from engine.core.models.base import ModelSpec
 from engine.core.plugin_host.derived import max_len, settle, shape_of
 from engine.core.plugin_host.faults import PluginCall, name_fault
@@ -44,13 +44,16 @@ from engine.core.startup import Listener, Phases
 from engine.core.startup_display import show_startup
 from engine.core.text.detokenizer import TextDelta
 from engine.core.text.tokenizer import Tokenizer
-from engine.core.timeline.merge import Report
-from engine.core.timeline.recorder import TraceOptions
 from engine.core.timeline.traces import Traces
 from engine.core.types import EngineStats, Output, Request, SamplingParams
 from engine.core.wait_policy import set_wait_policy
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.generation_config import not_honoured
+
+if TYPE_CHECKING:
+    from engine.core.kv_events.stream import EventStream
+    from engine.core.timeline.merge import Report
+    from engine.core.timeline.recorder import TraceOptions
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +124,7 @@ class Engine:
         with phases.phase("plugins"):
             self.plugins = plugins or load_plugins(self.config.plugins)
             check_names(self.config, self.plugins, objects)
-        with phases.phase("import"):
+        with phases.phase("import"), paused():
             set_wait_policy(self.config.executor)
             import torch  # noqa: F401  (the slowest import of all, timed as a phase of its own)
         with phases.phase("device"):
@@ -163,6 +166,8 @@ class Engine:
                 times = builder.measure_steps(made_speculator, cache_info)
             self.cache_info = attrs.evolve(cache_info, phases=phases.seconds)
             if self.config.kv_events.endpoint:
+                from engine.core.kv_events.stream import EventStream
+
                 self._kv_events = EventStream(self.config.kv_events, self.cache_info)
             self._loop = builder.build(self.cache_info, made_speculator, times, self._kv_events)
             self._scheduler = self._loop.scheduler

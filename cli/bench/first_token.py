@@ -9,15 +9,18 @@ import json
 import sys
 import time
 
+from engine.core.collector import paused
+
 BEGUN = time.monotonic()
 
 
 def main() -> None:
     """Print one JSON line: phases as [name, seconds], size of the weights, and device."""
-    from engine.cli.bench.load import Load, run_load
-    from engine.core.config import EngineConfig
-    from engine.core.engine import Engine
-    from engine.core.executors import MessageDecoder
+    with paused(freeze=True):
+        from engine.cli.bench.load import Load, run_load
+        from engine.core.config import EngineConfig
+        from engine.core.engine import Engine
+        from engine.core.executors import MessageDecoder
 
     config = MessageDecoder[EngineConfig](EngineConfig).decode(sys.stdin.buffer.read())
     imported = time.monotonic()

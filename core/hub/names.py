@@ -9,8 +9,6 @@ import attrs
 from engine.core.config.model_name import is_hub_name
 from engine.core.config.tree import EngineConfig, ModelConfig, SpeculatorConfig
 from engine.core.errors import ConfigError
-from engine.core.hub.files import CONFIG_ONLY, TOKENIZER_ONLY, Wanted
-from engine.core.hub.snapshot import fetch
 from engine.core.startup import Listener
 
 
@@ -23,9 +21,15 @@ def locate(model: ModelConfig, listener: Listener | None = None, *, config_only:
     """
     tokenizer = model.tokenizer
     if tokenizer and is_hub_name(tokenizer) and not config_only:
+        from engine.core.hub.files import TOKENIZER_ONLY
+        from engine.core.hub.snapshot import fetch
+
         found = fetch(tokenizer, download_dir=model.download_dir, wanted=TOKENIZER_ONLY, listener=listener)
         tokenizer = str(found.directory)
     if is_hub_name(model.path):
+        from engine.core.hub.files import CONFIG_ONLY, Wanted
+        from engine.core.hub.snapshot import fetch
+
         wanted = Wanted(
             tokenizer=not model.tokenizer, weights=model.load_format != "dummy", code=model.trust_remote_code
         )

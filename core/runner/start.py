@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve
@@ -41,11 +42,8 @@ from engine.core.profiling.cost import ModelCost
 from engine.core.profiling.count import count_model
 from engine.core.quant.base import QuantMethod
 from engine.core.quant.float8 import KVScales
-from engine.core.runner.cuda_graphs import DecodeGraphs
 from engine.core.runner.device_state import DeviceState, GroupState, StepGraphs
-from engine.core.runner.drafter_start import DrafterStart
 from engine.core.runner.first_uses import FirstUses
-from engine.core.runner.graph_capture import GraphCapturer
 from engine.core.runner.memory import (
     MEMORY_SHARE,
     MemoryPlan,
@@ -57,7 +55,6 @@ from engine.core.runner.memory import (
     plan_memory,
 )
 from engine.core.runner.persistent_batch import PersistentBatch
-from engine.core.runner.piecewise_graphs import PiecewiseGraphs
 from engine.core.runner.step import StepLauncher, enter_device
 from engine.core.runner.warm_up import MAX_KERNEL_ROWS, warm_up_sampling, warm_up_verification
 from engine.core.sampling.sampler import Sampler
@@ -67,6 +64,9 @@ from engine.core.startup import Phases
 from engine.core.types import NO_TOKEN, CacheInfo
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.loader import WeightSource, load_weights, weight_source
+
+if TYPE_CHECKING:
+    from engine.core.runner.drafter_start import DrafterStart
 
 
 class RunnerStart:
@@ -116,6 +116,8 @@ class RunnerStart:
         """Whether kernels had to be measured, so that most of the others will have to be compiled, too."""
         self._drafter: DrafterStart | None = None
         if parts.drafter is not None:
+            from engine.core.runner.drafter_start import DrafterStart
+
             self._drafter = DrafterStart(
                 parts.drafter, config, device, self._group, self.checks, dtype=self._dtype, fused=self._fused
             )
@@ -316,6 +318,10 @@ class RunnerStart:
             use_graphs(self._config, backend, state.model, self._device) for backend in backends
         ):
             return StepGraphs()
+        from engine.core.runner.cuda_graphs import DecodeGraphs
+        from engine.core.runner.graph_capture import GraphCapturer
+        from engine.core.runner.piecewise_graphs import PiecewiseGraphs
+
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # a capture cannot reclaim the memory that the allocator caches
         scheduler = self._config.scheduler

@@ -50,7 +50,7 @@ from engine.core.schedulers.step_planner import StepPlanner
 from engine.core.speculators.checked_speculator import CheckedSpeculator
 from engine.core.speculators.device_proposals import DeviceProposals
 from engine.core.speculators.draft_lengths import DraftLengths
-from engine.core.speculators.predicted_output import check_prediction
+from engine.core.speculators.prediction_check import check_prediction
 from engine.core.types import (
     FINISH_ABORT,
     FINISH_ERROR,

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     )
     from engine.core.speculators.device_proposals import DeviceProposals as DeviceProposals
     from engine.core.speculators.draft_lengths import DraftLengths as DraftLengths
-    from engine.core.speculators.predicted_output import (
-        PredictedOutput as PredictedOutput,
-        check_prediction as check_prediction,
-    )
+    from engine.core.speculators.predicted_output import PredictedOutput as PredictedOutput
+    from engine.core.speculators.prediction_check import check_prediction as check_prediction
     from engine.core.speculators.step_costs import StepCosts as StepCosts
     from engine.core.speculators.step_timing import StepTiming as StepTiming
 
@@ -42,10 +40,8 @@ __getattr__, __dir__, __all__ = exports(
     ),
     device_proposals=("DeviceProposals",),
     draft_lengths=("DraftLengths",),
-    predicted_output=(
-        "PredictedOutput",
-        "check_prediction",
-    ),
+    predicted_output=("PredictedOutput",),
+    prediction_check=("check_prediction",),
     step_costs=("StepCosts",),
     step_timing=("StepTiming",),
 )

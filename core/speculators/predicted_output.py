@@ -8,7 +8,6 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from engine.core.errors import InvalidRequestError
 from engine.core.tokens import Tokens
 
 IdsT = TypeVar("IdsT", int, npt.NDArray[np.int64])
@@ -117,14 +116,3 @@ class PredictedOutput:
 
     def _key(self, first: IdsT, second: IdsT) -> IdsT:
         return (first * self._base + second) * len(self._prediction)
-
-
-def check_prediction(*, speculates: bool) -> None:
-    """Raise InvalidRequestError for a request whose prediction could have no effect. speculates: whether the engine has
-    a speculator."""
-    if not speculates:
-        raise InvalidRequestError(
-            "prediction takes effect only with speculative decoding, which is off here; choose a speculator "
-            "(--speculator auto), or leave prediction out",
-            "prediction",
-        )

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import ControlBusyError, ControlError
 from engine.core.step_loop import STEP_PHASES
-from engine.core.timeline.merge import Report
-from engine.core.timeline.recorder import Recorder, TraceOptions
 
 if TYPE_CHECKING:
     from engine.core.step_loop import StepLoop
+    from engine.core.timeline.merge import Report
+    from engine.core.timeline.recorder import Recorder, TraceOptions
 
 
 class Traces:
@@ -39,6 +39,8 @@ class Traces:
         refusal = options.refusal(self._device)
         if refusal is not None:
             raise ControlError(refusal)
+
+        from engine.core.timeline.recorder import Recorder  # of the few engines that record a trace
 
         def ended() -> None:
             self._loop.recorder = None

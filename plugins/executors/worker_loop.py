@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import evolve
 
+from engine.core.collector import finish_start, paused
 from engine.core.executors import CALL_BYTE, Answer, MessageDecoder, PendingResult, answer_call, decode_call
 from engine.core.gc_pauses import GcPauses
 from engine.core.shm import RingClosedError, RingTimeoutError
@@ -104,9 +104,7 @@ class WorkerLoop:
         phases = Phases(self._report_progress)
         self._runner = make(phases)
         cache = self._runner.start(phases)
-        if self._freeze:
-            gc.collect()
-            gc.freeze()  # later collections skip the objects made during start-up, which live as long as the process
+        finish_start(freeze=self._freeze)
         self._gc_pauses.listen()
         self._heartbeat.beat()
         self._link.report(Ready(cache))
@@ -184,7 +182,7 @@ class WorkerLoop:
 
 def make_runner(assignment: Assignment, phases: Phases) -> Runner:
     """Make the runner of one rank, with the plugins that the executor's process has chosen."""
-    with phases.phase("import"):
+    with phases.phase("import"), paused(freeze=assignment.config.server.gc_freeze):
         set_wait_policy(assignment.config.executor)
         from engine.core.runner import Runner  # noqa: F401  (most of the import time, counted where it happens)
     from engine.core.device import find_device

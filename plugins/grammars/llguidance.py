@@ -16,7 +16,6 @@ import numpy as np
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars import (
     CompiledGrammar,
-    FormatResolver,
     Grammar,
     GrammarBackend,
     GrammarMatcher,
@@ -24,8 +23,6 @@ from engine.core.grammars import (
     schema_of,
 )
 from engine.core.host import Host
-from engine.plugins.grammars.llguidance_formats import LarkWriter, escaped
-from engine.plugins.grammars.llguidance_schemas import ESCAPES, exact_schema
 from engine.plugins.grammars.masks import allows_any, eos_mask
 from engine.plugins.grammars.options import JsonOptions
 
@@ -64,6 +61,8 @@ class LLGuidance(GrammarBackend[JsonOptions]):
 
     def __init__(self, vocabulary: GrammarVocabulary, options: JsonOptions) -> None:
         from llguidance import LLTokenizer
+
+        from engine.core.grammars import FormatResolver
 
         self._options = options
         self._eos_tokens = vocabulary.eos_tokens
@@ -116,10 +115,14 @@ class LLGuidance(GrammarBackend[JsonOptions]):
         if grammar.kind == "regex":
             return LLMatcher.grammar_from_regex(grammar.source)
         if grammar.kind == "choice":
+            from engine.plugins.grammars.llguidance_formats import escaped
+
             return LLMatcher.grammar_from_regex("|".join(map(escaped, json.loads(grammar.source))))
         if grammar.kind == "lark":
             return LLMatcher.grammar_from_lark(_checked_lark(grammar.source))
         if grammar.kind == "structural_tag":
+            from engine.plugins.grammars.llguidance_formats import LarkWriter
+
             return LarkWriter(self._lark_of_part).write(self._formats.resolve(grammar.source))
         return LLMatcher.grammar_from_json_schema(self._schema(grammar), overrides=self._json_options())
 
@@ -132,10 +135,14 @@ class LLGuidance(GrammarBackend[JsonOptions]):
     def _schema(self, grammar: Grammar) -> str:
         if grammar.kind == "json_object":
             return '{"type": "object"}'
+        from engine.plugins.grammars.llguidance_schemas import exact_schema
+
         return json.dumps(exact_schema(schema_of(grammar)))
 
     def _json_options(self) -> Any:
         """Options that take precedence over those that a schema may hold (x-guidance)."""
+        from engine.plugins.grammars.llguidance_schemas import ESCAPES
+
         most = self._options.max_whitespace
         spaces = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{most}}}"} if most else {"whitespace_flexible": False}
         return {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": ESCAPES, **spaces}

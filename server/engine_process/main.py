@@ -1,11 +1,10 @@
 """Entry point and loop of an engine process: receives requests, steps the engine, sends outputs.
 
-Run as `python -m engine.server.engine_process.main` by the supervisor.
+Run as `python -m engine.server.engine_process` by the supervisor.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 import attrs
 import zmq
 
+from engine.core.collector import finish_start, paused
 from engine.core.config import EngineConfig, ServerConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaultError
 from engine.core.executors import MessageDecoder, encode
@@ -112,9 +112,7 @@ def _run(
         return 1
     try:
         heartbeat.record_loop(None)
-        if launch.config.server.gc_freeze:
-            gc.collect()
-            gc.freeze()  # objects made at start-up live on; later collections need not scan them
+        finish_start(freeze=launch.config.server.gc_freeze)
         gc_pauses = GcPauses()
         gc_pauses.listen()
         supervisor.send(
@@ -282,8 +280,9 @@ def _with_own(stats: EngineStats, receiving: float, sending: float, gc_pauses: G
 
 
 def _make_engine(config: EngineConfig) -> Engine:
-    from engine.core.engine import Engine
-    from engine.core.startup_display import show_startup
+    with paused():
+        from engine.core.engine import Engine
+        from engine.core.startup_display import show_startup
 
     with show_startup(logged=config.server.log_format == "json") as listener:
         return Engine(config=config, on_progress=listener)
@@ -291,7 +290,3 @@ def _make_engine(config: EngineConfig) -> Engine:
 
 def _sentence(error: Exception) -> str:
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

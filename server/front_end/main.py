@@ -1,17 +1,15 @@
 """Entry point of a front end process: answers HTTP on connections that the supervisor has accepted.
 
-Run as `python -m engine.server.front_end.main` by the supervisor.
+Run as `python -m engine.server.front_end` by the supervisor.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from engine.core.collector import finish_start
 from engine.core.config import ModelConfig
 from engine.core.errors import ConfigError, EngineError
 from engine.core.logs import configure, front_end_process
@@ -210,9 +209,7 @@ class _FrontEnd:
             tls_context(self._config.server),
         )
         receiver.start()
-        if self._config.server.gc_freeze:
-            gc.collect()
-            gc.freeze()  # objects made at start-up live on; later collections need not scan them
+        finish_start(freeze=self._config.server.gc_freeze)
         self._client.metrics.gc_pauses.listen()
         self._supervisor.send(Ready())
         draining: asyncio.Task[None] | None = None
@@ -275,7 +272,3 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     except ImportError:  # not available for every platform
         return None
     return uvloop.new_event_loop
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -51,8 +51,8 @@ class Commands:
     -P keeps the working directory off the import path: a user's own engine.py there must not be imported.
     """
 
-    engine: Sequence[str] = (sys.executable, "-P", "-m", "engine.server.engine_process.main")
-    front_end: Sequence[str] = (sys.executable, "-P", "-m", "engine.server.front_end.main")
+    engine: Sequence[str] = (sys.executable, "-P", "-m", "engine.server.engine_process")
+    front_end: Sequence[str] = (sys.executable, "-P", "-m", "engine.server.front_end")
 
 
 def serve(config: EngineConfig, *, announce: Callable[[str], None], commands: Commands) -> int:
