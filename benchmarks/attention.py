@@ -26,6 +26,7 @@ import attrs
 import numpy as np
 import torch
 from attrs import frozen
+from tuned_attention import Decode, tuned_decode, tuned_prefill
 
 from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool
 from engine.core.device import find_device
@@ -38,8 +39,6 @@ COLD_BYTES = 160 << 20
 BLOCK_SIZE, HEAD_DIM = 16, 128
 HEADS = ((32, 8), (16, 8))
 TOLERANCE = 2e-2
-Decode = Callable[[int, torch.Tensor], torch.Tensor]
-"""Layer, q -> out."""
 
 
 @frozen(kw_only=True)
@@ -257,70 +256,6 @@ def prefill_candidates() -> list[Any]:
         for (m, n, warps), stages in itertools.product(sizes, (2, 3))
         if (m + stages * 2 * n) * HEAD_DIM * 2 <= 224 << 10
     ]
-
-
-def tuned_decode(bench: Bench, config: Any, programs: int | None = None) -> Decode:
-    """Decode attention by given launch parameters. programs: per (folded) KV head; None: those of the whole device."""
-    from engine.ops.attention.paged_decode import paged_decode
-    from engine.ops.attention.paged_decode_merge import DecodeWorkspace
-
-    heads, kv_heads = bench.spec.num_heads, bench.spec.num_kv_heads
-    programs = programs or config.programs_per_head(kv_heads, bench.q.device)
-    workspace = DecodeWorkspace.make(programs, heads, kv_heads, HEAD_DIM, bench.q.device)
-
-    def decode(layer: int, q: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        paged_decode(
-            q,
-            bench.pool.keys[layer],
-            bench.pool.values[layer],
-            bench.batch.block_tables,
-            bench.batch.context_lens,
-            out,
-            num_sequences=bench.batch.num_sequences,
-            scale=bench.spec.scale,
-            softcap=None,
-            window=None,
-            workspace=workspace,
-            config=config,
-        )
-        return out
-
-    return decode
-
-
-def tuned_prefill(bench: Bench, config: Any) -> Decode:
-    from engine.ops.attention.paged_prefill import paged_prefill, prefill_tiles
-
-    group = bench.spec.num_heads // bench.spec.num_kv_heads
-    batch = bench.batch
-    tiles = torch.tensor(
-        prefill_tiles(
-            batch.query_lens_host,
-            batch.context_lens_host,
-            np.arange(batch.num_sequences),
-            config.tokens(group),
-        ),
-        device="cuda",
-    )
-
-    def prefill(layer: int, q: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        paged_prefill(
-            q,
-            bench.pool.keys[layer],
-            bench.pool.values[layer],
-            batch.block_tables,
-            tiles,
-            out,
-            scale=bench.spec.scale,
-            softcap=None,
-            window=None,
-            config=config,
-        )
-        return out
-
-    return prefill
 
 
 def compile_one(task: tuple[tuple[int, int], int, Any, str]) -> None:

@@ -25,8 +25,9 @@ from typing import Any
 
 import models
 import torch
-from attention import Bench, Shape, tuned_decode
+from attention import Bench, Shape
 from attrs import evolve, frozen
+from tuned_attention import tuned_decode
 from w8a8_kernels import Product
 
 from engine.cli.bench.report import Row, report, write

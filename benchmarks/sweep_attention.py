@@ -10,13 +10,12 @@ import torch
 from attrs import evolve, frozen
 from sweep_cases import AttentionCase
 from sweep_timing import Call, SweepTimer, run_in_threads, runs
+from tuned_attention import tuned_decode, tuned_prefill
 
 from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool
 from engine.core.plugin_host import load_plugins
-from engine.ops.attention.paged_decode import paged_decode
 from engine.ops.attention.paged_decode_config import DecodeConfig, decode_configs
-from engine.ops.attention.paged_decode_merge import DecodeWorkspace
-from engine.ops.attention.paged_prefill import PrefillConfig, paged_prefill, prefill_config, prefill_tiles
+from engine.ops.attention.paged_prefill import PrefillConfig, prefill_config
 
 BLOCK_SIZE = 16
 COLD_BYTES = 160e6
@@ -102,57 +101,8 @@ class Attention:
 
     def calls_by(self, config: Config) -> Sequence[Call]:
         """As `calls`, by given launch parameters."""
-        call = self._decode_by(config) if isinstance(config, DecodeConfig) else self._prefill_by(config)
-        return [lambda layer=layer: call(layer) for layer in range(self.spec.num_layers)]
-
-    def _decode_by(self, config: DecodeConfig) -> Any:
-        heads = self.case.shape
-        programs = config.programs_per_head(heads.kv_heads, self.q.device)
-        workspace = DecodeWorkspace.make(programs, heads.heads, heads.kv_heads, heads.head_dim, self.q.device)
-
-        def decode(layer: int) -> torch.Tensor:
-            out = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
-            paged_decode(
-                self.q,
-                self.pool.keys[layer],
-                self.pool.values[layer],
-                self.batch.block_tables,
-                self.batch.context_lens,
-                out,
-                num_sequences=self.batch.num_sequences,
-                scale=self.spec.scale,
-                softcap=None,
-                window=None,
-                workspace=workspace,
-                config=config,
-            )
-            return out
-
-        return decode
-
-    def _prefill_by(self, config: PrefillConfig) -> Any:
-        group = self.case.shape.heads // self.case.shape.kv_heads
-        lengths = self.batch.query_lens_host, self.batch.context_lens_host
-        sequences = np.arange(len(lengths[0]))
-        tiles = torch.tensor(prefill_tiles(*lengths, sequences, config.tokens(group)), device=self.q.device)
-
-        def prefill(layer: int) -> torch.Tensor:
-            out = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
-            paged_prefill(
-                self.q,
-                self.pool.keys[layer],
-                self.pool.values[layer],
-                self.batch.block_tables,
-                tiles,
-                out,
-                scale=self.spec.scale,
-                softcap=None,
-                window=None,
-                config=config,
-            )
-            return out
-
-        return prefill
+        call = (tuned_decode if isinstance(config, DecodeConfig) else tuned_prefill)(self, config)
+        return [lambda layer=layer: call(layer, self.q) for layer in range(self.spec.num_layers)]
 
     def error(self) -> float:
         """Relative error of the first and the last sequence's last token, next to the definition in float64."""
@@ -243,7 +193,6 @@ class AttentionSweep:
         return self._timer.per_call(self._make(case).calls())
 
     def error(self, case: AttentionCase) -> float:
-        """See Attention."""
         return self._make(case).error()
 
     def choices(self, case: AttentionCase) -> Mapping[str, float]:

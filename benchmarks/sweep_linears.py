@@ -183,7 +183,6 @@ class LinearSweep:
         return self._timer.per_call(self._layers[case.shape].calls(case.rows))
 
     def error(self, case: LinearCase) -> float:
-        """See Layer."""
         return self._layers[case.shape].error(case.rows)
 
     def choices(self, case: LinearCase) -> Mapping[str, float]:
