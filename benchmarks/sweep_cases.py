@@ -269,7 +269,7 @@ def draw(seed: int, count: int, space: Space) -> list[Case]:
 
 
 def draw_case(pick: random.Random, kind: str, *, many: bool, space: Space) -> Case:
-    """A random case. many: of a quantized linear layer, so many rows that activations are quantized in 8 bits."""
+    """A random case. many: whether a quantized linear layer gets enough rows for activations in 8 bits."""
     model = space.draw_model(pick)
     if kind in ATTENTION_KINDS:
         return AttentionCase(kind=kind, shape=model.attention, lengths=draw_lengths(pick, kind, model, space))

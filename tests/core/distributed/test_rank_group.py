@@ -21,7 +21,7 @@ from engine.core.distributed.rank_group import OneRank, RankGroup, TorchGroup, j
 from engine.core.distributed.rendezvous import MeetingPoint, Rendezvous
 from engine.core.errors import ConfigError, ExecutorError
 from engine.core.layers import LayerFactory
-from engine.core.runner import start
+from engine.core.runner import graph_capture, start
 from engine.core.runner.runner import Runner
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.loader import SafetensorsSource, load_weights
@@ -150,7 +150,7 @@ def test_replayed_steps_equal_one_rank(checkpoints: Any, monkeypatch: pytest.Mon
     mixed = [GREEDY, DRAWN[1], GREEDY, DRAWN[3]]
     with build(path) as one:
         expected = [tokens_of(one, params) for params in (GREEDY, mixed)]
-    monkeypatch.setattr(start, "GraphCapturer", ReplayByRunning)
+    monkeypatch.setattr(graph_capture, "GraphCapturer", ReplayByRunning)
     monkeypatch.setattr(start, "use_graphs", lambda config, attention, model, device: True)
     with build(path, 2, attention=FixedAttention, executor__graphs="decode") as shared:
         assert [tokens_of(shared, params) for params in (GREEDY, mixed)] == expected

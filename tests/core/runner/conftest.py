@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.runner import start
+from engine.core.runner import graph_capture, start
 from tests.core.runner.replays import ReplayByRunning
 
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> type[ReplayByRunning]:
     """Decode steps are replayed on a CPU, where a configuration asks for graphs."""
-    monkeypatch.setattr(start, "GraphCapturer", ReplayByRunning)
+    monkeypatch.setattr(graph_capture, "GraphCapturer", ReplayByRunning)
     monkeypatch.setattr(start, "use_graphs", lambda config, attention, model, device: config.executor.graphs != "off")
     ReplayByRunning.captured = 0
     return ReplayByRunning
