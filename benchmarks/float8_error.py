@@ -21,7 +21,8 @@ from attrs import frozen
 
 from engine.cli.bench.report import Row, report, write
 from engine.cli.tables import print_table
-from engine.core.quant.float8 import quantize_float8
+from engine.core.attention import AttentionSpec, KVPool
+from engine.core.quant import FLOAT8, KVScales
 
 HEADS = 16
 HEAD_DIM = 128
@@ -53,10 +54,27 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.einsum("hk,hkd->hd", scores.softmax(-1), v)
 
 
-def store(values: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
-    """The float8 numbers that a cache stores, and their scale, `factor` times the calibrated one."""
-    scale = factor * float(values.abs().max()) / FLOAT8_MAX
-    return quantize_float8(values, scale), scale
+def store(k: torch.Tensor, v: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor, KVScales]:
+    """What a cache stores of keys and values, [heads, context, dim] each, and its scales: `factor` times the calibrated
+    ones."""
+    context = k.shape[1]
+    key, value = (factor * float(part.abs().max()) / FLOAT8_MAX for part in (k, v))
+    scales = KVScales(key=key, value=value)
+    spec = AttentionSpec(
+        num_layers=1,
+        num_heads=HEADS,
+        num_kv_heads=HEADS,
+        head_dim=HEAD_DIM,
+        scale=1.0,
+        dtype="float32",
+        kv_dtype=FLOAT8,
+        block_size=context,
+        max_len=context,
+        sliding_windows=(None,),
+    )
+    pool = KVPool(spec, 1, "cpu", (scales,))
+    pool.write(0, k.transpose(0, 1), v.transpose(0, 1), torch.arange(context))
+    return pool.keys[0][0].transpose(0, 1), pool.values[0][0].transpose(0, 1), scales
 
 
 def norm_error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -72,9 +90,9 @@ def errors(contexts: list[int]) -> Iterator[Error]:
         q = torch.randn(HEADS, HEAD_DIM, generator=generator) * (sharpness / HEAD_DIM**0.5)
         exact = attend(q.double(), k.double(), v.double())
         for factor in SCALES:
-            (stored_k, k_scale), (stored_v, v_scale) = store(k, factor), store(v, factor)
-            wide = attend(q.double(), stored_k.double() * k_scale, stored_v.double() * v_scale)
-            computed = attend(q * k_scale, stored_k.float(), stored_v.float()) * v_scale
+            stored_k, stored_v, scales = store(k, v, factor)
+            wide = attend(q.double(), stored_k.double() * scales.key, stored_v.double() * scales.value)
+            computed = attend(q * scales.key, stored_k.float(), stored_v.float()) * scales.value
             yield Error(
                 context=context,
                 sharpness=sharpness,
