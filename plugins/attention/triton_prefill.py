@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -106,12 +105,18 @@ class PrefillPlanner:
         return begin, -(-context // self._spec.block_size)
 
     def _widened(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> PrefillPart:
-        """Widen the blocks of these sequences, one sequence after the other."""
+        """Read these sequences from their widened blocks, which are numbered one sequence after the other."""
         from engine.ops.attention.paged_prefill import prefill_tiles
 
         ranges = [self._blocks(batch, sequence) for sequence in sequences]
         tables = np.zeros((len(sequences), max(end for _, end in ranges)), np.int32)
-        blocks = np.concatenate(list(self._number(batch, sequences, ranges, tables)))
+        parts: list[npt.NDArray[np.int32]] = []
+        count = 0
+        for table, sequence, (begin, end) in zip(tables, sequences, ranges, strict=True):
+            table[begin:end] = np.arange(count, count + end - begin)
+            parts.append(batch.block_tables_host[sequence, begin:end])
+            count += end - begin
+        blocks = np.concatenate(parts)
         tokens = self.widened_config.tokens(self._group)
         tiles = prefill_tiles(batch.query_lens_host, batch.context_lens_host, sequences, tokens)
         tiles[:, 0] = np.searchsorted(sequences, tiles[:, 0])
@@ -119,20 +124,6 @@ class PrefillPlanner:
         return PrefillPart(
             to_device(tiles, device), to_device(tables, device), self.widened_config, to_device(blocks, device)
         )
-
-    @staticmethod
-    def _number(
-        batch: ForwardBatch,
-        sequences: npt.NDArray[np.int64],
-        ranges: list[tuple[int, int]],
-        tables: npt.NDArray[np.int32],
-    ) -> Iterator[npt.NDArray[np.int32]]:
-        """The blocks of each sequence, in whose order they are numbered in the sequence's row of `tables`."""
-        count = 0
-        for row, (sequence, (begin, end)) in enumerate(zip(sequences, ranges, strict=True)):
-            tables[row, begin:end] = np.arange(count, count + end - begin)
-            count += end - begin
-            yield batch.block_tables_host[sequence, begin:end]
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
