@@ -1,96 +1,109 @@
-"""Garbage collections are kept out of imports, and Python's settings are as before afterwards."""
+"""Garbage collections are kept out of imports, and Python's settings are as before afterwards.
+
+Each test runs in an interpreter of its own: the garbage of other tests must be neither collected nor exempt here.
+"""
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
-import weakref
-from collections.abc import Iterator
+import textwrap
 
 import pytest
 
+PRELUDE = """
+import gc, weakref
 from engine.core.collector import finish_start, paused
 
-
 class Node:
-    """Can be part of a cycle."""
-
-    def __init__(self) -> None:
+    # Can be part of a cycle.
+    def __init__(self):
         self.myself = self
 
-
-@pytest.fixture(autouse=True)
-def enabled() -> Iterator[None]:
-    """A collector that is on, with nothing frozen; as before afterwards."""
-    was = gc.isenabled()
-    gc.unfreeze()
-    gc.enable()
-    yield
-    gc.unfreeze()
-    if not was:
-        gc.disable()
-
-
-def collections() -> int:
+def collections():
     return sum(generation["collections"] for generation in gc.get_stats())
 
-
-def is_in_generation(thing: object, generation: int) -> bool:
+def is_in_generation(thing, generation):
     return any(each is thing for each in gc.get_objects(generation))
+"""
+
+
+def run(code: str) -> str:
+    """Run code after PRELUDE in a fresh interpreter; returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", PRELUDE + textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_paused_collects_nothing_and_moves_what_it_made_to_the_oldest_generation() -> None:
-    before = collections()
-    with paused():
-        made = [Node() for _ in range(5000)]
-        assert collections() == before
-    assert gc.isenabled()
-    assert is_in_generation(made[0], 2)
-    assert gc.get_freeze_count() == 0
+    run("""
+        before = collections()
+        with paused():
+            made = [Node() for _ in range(5000)]
+            assert collections() == before
+        assert gc.isenabled()
+        assert is_in_generation(made[0], 2)
+        assert gc.get_freeze_count() == 0
+    """)
 
 
 def test_garbage_made_while_paused_is_collected_later() -> None:
-    with paused():
-        lost = weakref.ref(Node())
-    assert lost() is not None
-    gc.collect()
-    assert lost() is None
+    run("""
+        with paused():
+            lost = weakref.ref(Node())
+        assert lost() is not None
+        gc.collect()
+        assert lost() is None
+    """)
 
 
 def test_paused_exempts_objects_from_collections_where_some_are_exempt_already() -> None:
-    with paused(freeze=True):
-        first = Node()
-    with paused():
-        second = Node()
-    assert gc.get_freeze_count() > 0
-    assert not any(is_in_generation(node, generation) for node in (first, second) for generation in range(3))
+    run("""
+        with paused(freeze=True):
+            first = Node()
+        with paused():
+            second = Node()
+        assert gc.get_freeze_count() > 0
+        assert not any(is_in_generation(node, generation) for node in (first, second) for generation in range(3))
+    """)
 
 
 def test_paused_leaves_a_collector_that_is_off_as_it_is() -> None:
-    gc.disable()
-    with paused(freeze=True):
-        pass
-    assert not gc.isenabled()
-    assert gc.get_freeze_count() == 0
+    run("""
+        gc.disable()
+        with paused(freeze=True):
+            pass
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() == 0
+    """)
 
 
 def test_paused_enables_the_collector_after_an_error() -> None:
-    with pytest.raises(ImportError), paused():
-        raise ImportError
-    assert gc.isenabled()
+    run("""
+        try:
+            with paused():
+                raise ImportError
+        except ImportError:
+            pass
+        assert gc.isenabled()
+    """)
 
 
 @pytest.mark.parametrize("freeze", [True, False])
 def test_finish_start_collects_and_exempts_the_rest_only_when_asked(freeze: bool) -> None:
-    with paused(freeze=True):
-        pass
-    lost, kept = weakref.ref(Node()), Node()
-    finish_start(freeze=freeze)
-    assert (lost() is None) == freeze
-    assert (gc.get_freeze_count() > 0) == freeze
-    assert is_in_generation(kept, 2) is False
-    assert is_in_generation(kept, 0) != freeze
+    run(f"""
+        freeze = {freeze}
+        with paused(freeze=True):
+            pass
+        lost, kept = weakref.ref(Node()), Node()
+        finish_start(freeze=freeze)
+        assert (lost() is None) == freeze
+        assert (gc.get_freeze_count() > 0) == freeze
+        assert is_in_generation(kept, 2) is False
+        assert is_in_generation(kept, 0) != freeze
+    """)
 
 
 @pytest.mark.parametrize("process", ["engine.server.engine_process", "engine.server.front_end"])
