@@ -2,9 +2,10 @@
 
 The key of a kernel covers the constants (tl.constexpr at the top of a module) that it and the functions it calls read.
 Triton takes those of a called function from what that function's own key has recorded, but before it computes that key
-(DependenciesFinder._update_hash in triton/runtime/jit.py, 3.6 to 3.9). A called function whose key happens to be known
-therefore adds its constants, and another does not, so that a kernel's key depends on which kernels ran before. A start
-that measures kernels runs them in another order than the next start, which compiled 22 of 57 kernels again.
+(DependenciesFinder._update_hash in triton/runtime/jit.py; seen in 3.6.0 and 3.7.1). A called function whose key happens
+to be known therefore adds its constants, and another does not, so that a kernel's key depends on which kernels ran
+before. A start that measures kernels runs them in another order than the next start, which compiled 22 of 57 kernels
+again.
 """
 
 from __future__ import annotations
