@@ -129,7 +129,7 @@ class Engine:
             import torch  # noqa: F401  (the slowest import of all, timed as a phase of its own)
         with phases.phase("device"):
             self.device = find_device(self.config.executor.device)
-            self.config = settle(self.config, self.device)
+            self.config = settle(self.config, self.device, drafts="speculator" in objects)
         choice = PluginChoice(
             config=self.config, plugins=self.plugins, device=self.device, checkpoint=self.checkpoint, objects=objects
         )

@@ -38,15 +38,18 @@ LARGE_MEMORY = 70 * 10**9
 GiB for a vocabulary of 128,000) matter little."""
 
 
-def settle(config: EngineConfig, device: DeviceInfo) -> EngineConfig:
-    """Fill in the settings that depend on the device; called once, before anything else reads the configuration."""
+def settle(config: EngineConfig, device: DeviceInfo, *, drafts: bool = False) -> EngineConfig:
+    """Fill in the settings that depend on the device; called once, before anything else reads the configuration.
+
+    drafts: whether a speculator drafts that the configuration does not name.
+    """
     scheduler = config.scheduler
     if not scheduler.max_batch_tokens:
         scheduler = evolve(scheduler, max_batch_tokens=BATCH_TOKENS[device.type])
     if not scheduler.max_running:
         is_large = device.type == "cuda" and device.memory_bytes >= LARGE_MEMORY
         # With drafts a sequence has several rows of logits (6 GiB at 1024), and drafts do not pay in large batches.
-        many = is_large and not config.speculator.name
+        many = is_large and not (drafts or config.speculator.name)
         scheduler = evolve(scheduler, max_running=MANY_RUNNING if many else FEW_RUNNING)
     return evolve(config, scheduler=scheduler)
 

@@ -24,6 +24,7 @@ def test_a_step_is_as_large_as_the_device_suggests(device: DeviceInfo, tokens: i
 def test_fewer_requests_run_where_each_has_several_rows_of_drafts() -> None:
     config = EngineConfig(speculator=SpeculatorConfig(name="mine"))
     assert settle(config, LARGE_GPU).scheduler.max_running == 256
+    assert settle(EngineConfig(), LARGE_GPU, drafts=True).scheduler.max_running == 256
 
 
 def test_a_step_is_as_large_as_the_settings_say() -> None:
