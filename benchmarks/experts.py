@@ -24,9 +24,10 @@ from engine.cli.bench.report import Row, percent, report, write
 from engine.core.autotune import AutotunedCall, GraphTimer, Operands, group_calls, measure, pick_fastest
 from engine.core.layers import FusedExperts
 from engine.core.quant import ExpertsSpec, Routing
+from engine.ops.experts.pack import BLOCK_INPUTS, SPAN
 from engine.ops.experts.route import route
 from engine.ops.experts.tiles import row_class
-from engine.ops.experts.weights import BLOCK, FP4_GROUP, WeightFormat
+from engine.ops.experts.weights import BLOCK, WeightFormat
 
 DEVICE = torch.device("cuda", 0)
 COPIES = 3
@@ -58,18 +59,20 @@ class Format:
 
     form: WeightFormat
     quantized: torch.dtype | None = None
+    entry: int = 0
+    """Of 4-bit weights: each entry of their scales."""
 
     def matrices(self, experts: int, outputs: int, inputs: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Random values, and what belongs to them, by the ends of their names."""
         form = self.form
         if form.is_4bit:
-            width = -(-inputs // (2 * form.span)) * form.span
-            groups = width * 2 // form.group
-            yield "", torch.randint(256, (experts, outputs, width), dtype=torch.uint8, device=DEVICE)
+            blocks = -(-inputs // BLOCK_INPUTS)
+            shape = (experts, blocks, outputs, SPAN)
+            yield "", torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=DEVICE)
+            entries = blocks if form.kind == "fp4" else blocks * BLOCK_INPUTS // form.group
+            yield "_scales", torch.full((experts, entries, outputs), self.entry, dtype=torch.int32, device=DEVICE)
             if form.kind == "fp4":
-                yield "_scales", torch.full((experts, groups, outputs), 122, dtype=torch.uint8, device=DEVICE)
-            else:
-                yield "_scales", torch.full((experts, groups, outputs), 0.01, dtype=torch.bfloat16, device=DEVICE)
+                yield "_factors", torch.ones(experts, device=DEVICE)
             return
         values = torch.randn(experts, outputs, inputs, device=DEVICE, dtype=torch.bfloat16).mul_(inputs**-0.5)
         if self.quantized is None:
@@ -88,8 +91,8 @@ FORMATS = {
         form=WeightFormat(kind="block", dtype="float8_e4m3fn", scale_rows=BLOCK), quantized=torch.float8_e4m3fn
     ),
     "int8": Format(form=WeightFormat(kind="channel", dtype="int8"), quantized=torch.int8),
-    "int4": Format(form=WeightFormat(kind="int4", group=128)),
-    "mxfp4": Format(form=WeightFormat(kind="fp4", group=FP4_GROUP)),
+    "int4": Format(form=WeightFormat(kind="int4", group=128), entry=0x00083C00),
+    "mxfp4": Format(form=WeightFormat(kind="fp4", group=SPAN), entry=-0x07070708),
 }
 
 

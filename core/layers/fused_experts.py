@@ -13,7 +13,18 @@ from engine.core.layers.routing import RoutingSpec
 from engine.core.quant.experts import ExpertsBias, ExpertsSpec, Routing
 from engine.ops.activation import act_and_mul
 from engine.ops.common import launch
-from engine.ops.experts import combine, experts_mlp, grouped_matmul, quantize, sort, tiles, weights as stacked
+from engine.ops.experts import (
+    combine,
+    experts_mlp,
+    grouped_matmul,
+    grouped_matmul_4bit,
+    pack,
+    quantize,
+    sort,
+    tiles,
+    unpack,
+    weights as stacked,
+)
 from engine.ops.experts.experts_mlp import ExpertsTile, ExpertsWeights
 from engine.ops.experts.route import route
 from engine.ops.experts.sort import PairSorter
@@ -24,8 +35,8 @@ from engine.ops.experts.weights import StackedWeight, WeightFormat
 class FusedExperts(AutotunedOp[ExpertsTile]):
     """The experts of all layers of one shape and format, by Triton kernels.
 
-    Operands' weights: gate_up, down, gate_up_scales, down_scales, gate_up_zeros, down_zeros, as ops/experts/weights.py
-    describes them; those that the format lacks are left out.
+    Operands' weights: gate_up, down, gate_up_scales, down_scales, gate_up_factors, down_factors, as
+    ops/experts/weights.py describes them; those that the format lacks are left out.
     """
 
     def __init__(self, spec: ExpertsSpec, form: WeightFormat, quantized: torch.dtype | None = None) -> None:
@@ -96,7 +107,7 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
             values=weights[name],
             format=self.shape.format,
             scales=weights.get(f"{name}_scales"),
-            zeros=weights.get(f"{name}_zeros"),
+            factors=weights.get(f"{name}_factors"),
         )
 
     @property
@@ -105,7 +116,19 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
 
     @property
     def version(self) -> str:
-        return version_of(launch, act_and_mul, combine, experts_mlp, grouped_matmul, quantize, sort, stacked, tiles)
+        modules = (
+            combine,
+            experts_mlp,
+            grouped_matmul,
+            grouped_matmul_4bit,
+            pack,
+            quantize,
+            sort,
+            stacked,
+            tiles,
+            unpack,
+        )
+        return version_of(launch, act_and_mul, *modules)
 
     @property
     def inputs(self) -> int:

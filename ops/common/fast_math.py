@@ -23,6 +23,12 @@ def reciprocal(x):
 
 
 @triton.jit
+def settled(total):
+    """The same float32 numbers as an opaque value: an empty PTX statement, across which Triton moves no work."""
+    return tl.inline_asm_elementwise("// $0", "=f,0", [total], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
 def round_both(left, right, DTYPE: tl.constexpr):
     """Round two float32 numbers to DTYPE; a GPU rounds a pair eight times as fast as a single number."""
     if PTX and DTYPE.is_bf16():

@@ -1,7 +1,7 @@
 """Grouped GEMM: rows sorted by expert, each times the matrix of its expert, in 16 bits or fewer, summed in float32.
 
 A program computes a tile of W x^T: outputs of W by rows of x, so that few rows fill the tensor cores and weights are
-their first operand, which may come from registers, where they are dequantized. With a gated activation it computes the
+their first operand, which may come from registers, where they are converted. With a gated activation it computes the
 same outputs of gate and up, and activates them.
 """
 
@@ -14,15 +14,14 @@ from attrs import frozen
 
 from engine.ops.activation.act_and_mul import ACTIVATIONS, activate
 from engine.ops.common.launch import dependent_launch, release, wait
+from engine.ops.experts import grouped_matmul_4bit
 from engine.ops.experts.sort import SortedPairs
 from engine.ops.experts.weights import BLOCK, StackedWeight
 
 PLAIN = tl.constexpr(0)
 CHANNEL = tl.constexpr(1)
 BLOCKS = tl.constexpr(2)
-INT4 = tl.constexpr(3)
-FP4 = tl.constexpr(4)
-KINDS = {"plain": PLAIN, "channel": CHANNEL, "block": BLOCKS, "int4": INT4, "fp4": FP4}
+KINDS = {"plain": PLAIN, "channel": CHANNEL, "block": BLOCKS}
 NO_ACTIVATION = -1
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -52,64 +51,6 @@ def _dot(w, x, total, dtype: tl.constexpr):
         total = tl.dot(w, tl.trans(x), total, out_dtype=tl.int32)
     else:
         total = tl.dot(w.to(dtype), tl.trans(x), total)
-    return total
-
-
-@triton.jit
-def _float4(q):
-    """E2M1 numbers of 4 bits, uint8, as float32. Read as float16, they are 2^-14 times as large."""
-    bits = ((q & 7).to(tl.int16) << 9) | ((q & 8).to(tl.int16) << 12)
-    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
-
-
-@triton.jit
-def _per_input(scales, GROUP: tl.constexpr):
-    """[outputs, groups] -> [outputs, groups * GROUP]."""
-    outputs: tl.constexpr = scales.shape[0]
-    groups: tl.constexpr = scales.shape[1]
-    spread = tl.broadcast_to(tl.expand_dims(scales, 2), [outputs, groups, GROUP])
-    return tl.reshape(spread, [outputs, groups * GROUP])
-
-
-@triton.jit
-def _add_nibbles(
-    total,
-    q,
-    x,
-    scales,
-    zeros,
-    n,
-    valid,
-    group,
-    outputs,
-    KIND: tl.constexpr,
-    ZEROS: tl.constexpr,
-    SPAN: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """total + w x^T of 4-bit values q, [outputs, SPAN] uint8, whose first group is number `group`.
-
-    scales, zeros: of the expert, [groups, outputs]. x: [rows, SPAN].
-    """
-    GROUPS: tl.constexpr = SPAN // GROUP
-    place = (group + tl.arange(0, GROUPS))[None, :] * outputs + n[:, None]
-    scale = tl.load(scales + place, mask=valid[:, None], other=0)
-    if KIND == FP4:
-        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        w = _float4(q) * _per_input(scale, GROUP)
-        total = _dot(w.to(x.dtype), x, total, x.dtype)
-    else:
-        w = q.to(tl.float32)
-        if ZEROS:
-            w -= _per_input(tl.load(zeros + place, mask=valid[:, None], other=0).to(tl.float32), GROUP)
-        else:
-            w -= 8.0
-        if GROUPS == 1:  # small whole numbers are exact in any dtype: the sums are scaled
-            part = _dot(w.to(x.dtype), x, tl.zeros_like(total), x.dtype)
-            total += part * tl.broadcast_to(scale.to(tl.float32), [total.shape[0], total.shape[1]])
-        else:
-            w *= _per_input(scale.to(tl.float32), GROUP)
-            total = _dot(w.to(x.dtype), x, total, x.dtype)
     return total
 
 
@@ -172,7 +113,6 @@ def _grouped_kernel(
     x_scales,
     values,
     scales,
-    zeros,
     bias,
     order,
     tile_experts,
@@ -187,10 +127,7 @@ def _grouped_kernel(
     SCATTER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPAN: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
-    ZEROS: tl.constexpr,
     BIAS: tl.constexpr,
     X_SCALES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -202,9 +139,9 @@ def _grouped_kernel(
     """One tile of `grouped_matmul`. Grid: (blocks of the results, tiles).
 
     Neighbours read the same rows of x, and an expert's tiles are neighbours too, so that both stay in the L2 cache.
-    values: [experts, matrix rows, row_bytes] elements; scale_stride: scales (and zero points) per expert. outputs:
+    values: [experts, matrix rows, row_bytes] elements; scale_stride: scales per expert. outputs:
     columns of the result; a matrix has as many rows, or twice as many with ACTIVATION >= 0. GATHER: rows of x are
-    tokens, not sorted pairs. SCATTER: rows of the result are pairs, not sorted. SPAN > 0: values are of 4 bits.
+    tokens, not sorted pairs. SCATTER: rows of the result are pairs, not sorted.
     X_SCALES: x is quantized, with a scale per row, or per row and 128 inputs (KIND BLOCKS).
     """
     GATED: tl.constexpr = ACTIVATION >= 0
@@ -223,7 +160,6 @@ def _grouped_kernel(
         matrix_rows = outputs * 2 if GATED else outputs
         values += expert.to(tl.int64) * matrix_rows * row_bytes
         scales += expert.to(tl.int64) * scale_stride
-        zeros += expert.to(tl.int64) * scale_stride
         bias += expert * matrix_rows
         sums: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
         first = tl.zeros([BLOCK_N, BLOCK_M], sums)
@@ -234,48 +170,19 @@ def _grouped_kernel(
         x_scale = tl.zeros([BLOCK_M], tl.float32)
         if X_SCALES and KIND == CHANNEL:
             x_scale = tl.load(x_scales + row, mask=present, other=0.0)
-        if SPAN > 0:
-            for start in tl.range(0, inputs, 2 * SPAN, num_stages=STAGES):
-                k = start + tl.arange(0, SPAN)
-                lower = tl.load(x_row + k[None, :], mask=present[:, None] & (k < inputs)[None, :], other=0.0)
-                higher = k + SPAN
-                upper = tl.load(x_row + higher[None, :], mask=present[:, None] & (higher < inputs)[None, :], other=0.0)
-                byte = start // 2 + tl.arange(0, SPAN)
-                group = start // GROUP
-                q = tl.load(first_row + byte[None, :], mask=valid[:, None], other=0)
-                first = _add_nibbles(
-                    first, q & 15, lower, scales, zeros, n, valid, group, matrix_rows, KIND, ZEROS, SPAN, GROUP
+        for start in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
+            k = start + tl.arange(0, BLOCK_K)
+            within = (k < inputs)[None, :]
+            here = tl.load(x_row + k[None, :], mask=present[:, None] & within, other=0.0)
+            if X_SCALES and KIND == BLOCKS:
+                x_scale = tl.load(x_scales + row * tl.cdiv(inputs, _BLOCK) + start // _BLOCK, mask=present, other=0.0)
+            w = tl.load(first_row + k[None, :], mask=valid[:, None] & within, other=0.0)
+            first = _add_bytes(first, w, here, scales, n, valid, start, inputs, x_scale, KIND, SCALE_ROWS, X_SCALES)
+            if GATED:
+                w = tl.load(second_row + k[None, :], mask=valid[:, None] & within, other=0.0)
+                second = _add_bytes(
+                    second, w, here, scales, n + outputs, valid, start, inputs, x_scale, KIND, SCALE_ROWS, X_SCALES
                 )
-                first = _add_nibbles(
-                    first, q >> 4, upper, scales, zeros, n, valid, group + SPAN // GROUP, matrix_rows, KIND, ZEROS,
-                    SPAN, GROUP,
-                )  # fmt: skip
-                if GATED:
-                    q = tl.load(second_row + byte[None, :], mask=valid[:, None], other=0)
-                    second = _add_nibbles(
-                        second, q & 15, lower, scales, zeros, n + outputs, valid, group, matrix_rows, KIND, ZEROS,
-                        SPAN, GROUP,
-                    )  # fmt: skip
-                    second = _add_nibbles(
-                        second, q >> 4, upper, scales, zeros, n + outputs, valid, group + SPAN // GROUP, matrix_rows,
-                        KIND, ZEROS, SPAN, GROUP,
-                    )  # fmt: skip
-        else:
-            for start in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
-                k = start + tl.arange(0, BLOCK_K)
-                within = (k < inputs)[None, :]
-                here = tl.load(x_row + k[None, :], mask=present[:, None] & within, other=0.0)
-                if X_SCALES and KIND == BLOCKS:
-                    x_scale = tl.load(
-                        x_scales + row * tl.cdiv(inputs, _BLOCK) + start // _BLOCK, mask=present, other=0.0
-                    )
-                w = tl.load(first_row + k[None, :], mask=valid[:, None] & within, other=0.0)
-                first = _add_bytes(first, w, here, scales, n, valid, start, inputs, x_scale, KIND, SCALE_ROWS, X_SCALES)
-                if GATED:
-                    w = tl.load(second_row + k[None, :], mask=valid[:, None] & within, other=0.0)
-                    second = _add_bytes(
-                        second, w, here, scales, n + outputs, valid, start, inputs, x_scale, KIND, SCALE_ROWS, X_SCALES
-                    )
         result = _finish(first, n, valid, scales, bias, x_scale, KIND, X_SCALES, BIAS)
         if GATED:
             up = _finish(second, n + outputs, valid, scales, bias, x_scale, KIND, X_SCALES, BIAS)
@@ -314,6 +221,23 @@ def grouped_matmul(
     rows, inputs = len(pairs.order), x.shape[1]
     outputs = weight.outputs // 2 if activation is not None else weight.outputs
     out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
+    activation_code = NO_ACTIVATION if activation is None else ACTIVATIONS[activation].value
+    if form.is_4bit:
+        grouped_matmul_4bit.launch(
+            out,
+            x,
+            weight,
+            pairs,
+            tile_rows,
+            tile,
+            top_k=top_k,
+            gather=gather,
+            scatter=scatter,
+            activation=activation_code,
+            bias=bias,
+            compile_only=compile_only,
+        )
+        return out
     scales = weight.values if weight.scales is None else weight.scales
     arguments = (
         out,
@@ -321,7 +245,6 @@ def grouped_matmul(
         x if x_scales is None else x_scales,
         weight.values,
         scales,
-        scales if weight.zeros is None else weight.zeros,
         weight.values if bias is None else bias,
         pairs.order,
         pairs.tile_experts,
@@ -336,12 +259,9 @@ def grouped_matmul(
         "TOP_K": top_k,
         "GATHER": gather,
         "SCATTER": scatter,
-        "ACTIVATION": NO_ACTIVATION if activation is None else ACTIVATIONS[activation].value,
+        "ACTIVATION": activation_code,
         "KIND": KINDS[form.kind].value,
-        "GROUP": form.group or 1,
-        "SPAN": form.span if form.is_4bit else 0,
         "SCALE_ROWS": form.scale_rows,
-        "ZEROS": weight.zeros is not None,
         "BIAS": bias is not None,
         "X_SCALES": x_scales is not None,
         "BLOCK_M": tile_rows,

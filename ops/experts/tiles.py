@@ -6,6 +6,7 @@ from attrs import evolve, frozen
 
 from engine.ops.experts.experts_mlp import ExpertsTile
 from engine.ops.experts.grouped_matmul import GroupedTile
+from engine.ops.experts.pack import BLOCK_INPUTS
 from engine.ops.experts.weights import WeightFormat
 
 ROW_CLASSES = (1, 8, 32, 128, 512, 2048, 8192)
@@ -20,6 +21,13 @@ SHAPES = {
 }
 """(outputs, block_k, warps, stages) of the candidates, by rows of a tile; the first is the default, whose
 shared memory every GPU from compute capability 8.0 on has for 16-bit weights."""
+SHAPES_OF_4_BITS = {
+    16: ((64, 4, 3), (64, 4, 4), (32, 4, 6)),
+    32: ((64, 4, 4), (64, 4, 3)),
+    64: ((64, 8, 3), (64, 4, 4), (128, 8, 3)),
+    128: ((64, 4, 3), (128, 8, 3), (64, 8, 3)),
+}
+"""(outputs of gate and up, warps, stages) of the candidates of 4-bit weights; a tile of down has twice the outputs."""
 MAX_CANDIDATE_ROWS = 2
 """How many numbers of rows are tried: the default, and the next larger."""
 
@@ -80,9 +88,16 @@ def _default_rows(shape: ExpertsShape, tokens: int) -> int:
 
 
 def _tiles(form: WeightFormat, rows: int) -> list[ExpertsTile]:
-    """The different tiles of SHAPES for a format."""
+    """The different tiles for a format."""
+    if form.is_4bit:
+        return [_tile_of_4_bits(rows, *shape) for shape in SHAPES_OF_4_BITS[rows]]
     found = []
     for outputs, block_k, warps, stages in SHAPES[rows]:
         one = GroupedTile(outputs=outputs, block_k=form.block_k(block_k), warps=warps, stages=stages)
         found.append(ExpertsTile(rows=rows, gate_up=one, down=one))
     return list(dict.fromkeys(found))
+
+
+def _tile_of_4_bits(rows: int, outputs: int, warps: int, stages: int) -> ExpertsTile:
+    gate_up = GroupedTile(outputs=outputs, block_k=BLOCK_INPUTS, warps=warps, stages=stages)
+    return ExpertsTile(rows=rows, gate_up=gate_up, down=evolve(gate_up, outputs=2 * outputs))

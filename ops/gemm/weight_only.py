@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.activation.act_and_mul import activate
+from engine.ops.common.fast_math import settled
 from engine.ops.common.launch import release, wait
 from engine.ops.gemm.skinny import GATED
 
@@ -46,12 +47,6 @@ def _fma(a, b, c):
             "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.float16, is_pure=True, pack=2
         )
     return total
-
-
-@triton.jit
-def _settled(total):
-    """The same sums as an opaque value: an empty asm statement, which stops Triton from moving work across."""
-    return tl.inline_asm_elementwise("// $0", "=f,0", [total], dtype=tl.float32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -282,7 +277,7 @@ def matmul_kernel(
         # Triton lets the last product of an iteration overlap with the next iteration if nothing uses its result in
         # between. With W in registers this backfires: ptxas then waits after every single wgmma (C7515).
         if ASM and COLUMNS > 8 and (SCALE_WEIGHTS or not SCALED):
-            total = _settled(total)
+            total = settled(total)
     release(PDL)  # late, as a long kernel: see ops/common/launch.py
     if SCALE_LAYOUT == OUTPUTS:
         total *= tl.load(scales + row)[:, None]

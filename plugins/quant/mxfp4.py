@@ -69,17 +69,16 @@ class Mxfp4(QuantMethod[None]):
 
 def packed_experts(spec: ExpertsSpec) -> PackedExperts:
     """The kernel for a GPU."""
-    from engine.ops.experts.weights import FP4_GROUP, WeightFormat
-    from engine.plugins.quant.packed_experts import ExpertMatrix, PackedExperts
-
-    form = WeightFormat(kind="fp4", group=FP4_GROUP)
+    from engine.ops.experts.pack import pack_fp4
+    from engine.ops.experts.weights import ExpertMatrix, WeightFormat
+    from engine.plugins.quant.packed_experts import PackedExperts
 
     def read(linear: LinearSpec, loaded: Mapping[str, torch.Tensor]) -> ExpertMatrix:
         values = torch.cat([nibbles(loaded[f"{part.name}.blocks"]) for part in linear.parts])
         scales = torch.cat([loaded[f"{part.name}.scales"] for part in linear.parts]).T
-        return ExpertMatrix(values=form.pack(values), scales=form.pad_groups(scales, values.shape[1]))
+        return pack_fp4(values, scales)
 
-    return PackedExperts(as_stored(spec), form, stored_tensors, read)
+    return PackedExperts(as_stored(spec), WeightFormat(kind="fp4", group=GROUP), stored_tensors, read)
 
 
 def as_stored(spec: ExpertsSpec) -> ExpertsSpec:

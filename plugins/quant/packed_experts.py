@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
-from attrs import frozen
 
 from engine.core.autotune import AutotunedCall, Operands
 from engine.core.errors import CheckpointError
-from engine.core.layers import ExpertTensors, FusedExperts
+from engine.core.layers import ExpertTensors, FusedExperts, torch_dtype
 from engine.core.quant import (
     ACTIVATIONS,
     Activation,
@@ -21,21 +20,13 @@ from engine.core.quant import (
     Routing,
     TensorSpec,
 )
-from engine.ops.experts.weights import WeightFormat
+from engine.ops.experts.pack import SYMMETRIC_ZERO, pack_int4
+from engine.ops.experts.weights import ExpertMatrix, WeightFormat
 from engine.plugins.quant.w4a16 import Reader
 from engine.plugins.quant.w8_kernel import W8Kernel
 
 GROUPS = (32, 64, 128)
 """Inputs that share a scale of 4-bit weights, as the kernels read them. More are stored as several groups."""
-
-
-@frozen(kw_only=True, eq=False)
-class ExpertMatrix:
-    """One matrix of one expert, as ops/experts/weights.py describes it, without the dimension of experts."""
-
-    values: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor | None = None
 
 
 ReadMatrix = Callable[[LinearSpec, Mapping[str, torch.Tensor]], ExpertMatrix]
@@ -67,14 +58,14 @@ class PackedExperts(ExpertsKernel):
         return self._tensors.specs()
 
     def prepare(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Expert by expert into the memory of all: gate_up, down, their scales and zero points."""
+        """Expert by expert into the memory of all: gate_up, down, their scales and factors."""
         weights: dict[str, torch.Tensor] = {}
         experts = self.spec.rank_experts
         for index, expert in enumerate(experts):
             mine = self._tensors.of_expert(loaded, index)
             for name, linear in zip(("gate_up", "down"), self.spec.linears(expert), strict=True):
                 matrix = self._read(linear, mine)
-                parts = {name: matrix.values, f"{name}_scales": matrix.scales, f"{name}_zeros": matrix.zeros}
+                parts = {name: matrix.values, f"{name}_scales": matrix.scales, f"{name}_factors": matrix.factor}
                 for key, tensor in parts.items():
                     if tensor is None:
                         continue
@@ -140,14 +131,13 @@ def four_bit_experts(spec: ExpertsSpec, reader: Reader) -> PackedExperts:
         repeats = -(-inputs // size) if scheme.group_size == -1 else scheme.group_size // size
 
         def groups(of: list[torch.Tensor]) -> torch.Tensor:
-            return form.pad_groups(torch.cat(of, 1).repeat_interleave(repeats, 0)[: -(-inputs // size)], inputs)
+            return torch.cat(of, 1).repeat_interleave(repeats, 0)[: -(-inputs // size)]
 
-        scales = groups([one.scales for one in found])
-        if all(one.zeros is None for one in found):
-            return ExpertMatrix(values=form.pack(values, 8), scales=scales)
-        whole = [torch.full_like(one.scales, 8, dtype=torch.uint8) if one.zeros is None else one.zeros for one in found]
-        zeros = groups(whole)
-        return ExpertMatrix(values=form.pack(values, zeros[-1]), scales=scales, zeros=zeros)
+        zeros = [
+            torch.full_like(one.scales, SYMMETRIC_ZERO, dtype=torch.uint8) if one.zeros is None else one.zeros
+            for one in found
+        ]
+        return pack_int4(values, groups([one.scales for one in found]), groups(zeros), size, torch_dtype(spec.dtype))
 
     def tensors_of(linear: LinearSpec) -> Mapping[str, TensorSpec]:
         return {name: one for part in linear.parts for name, one in reader.tensors(part, linear).items()}

@@ -15,9 +15,11 @@ from engine.core.quant.experts import Routing
 from engine.ops.experts.experts_mlp import ExpertsTile, ExpertsWeights, experts_mlp
 from engine.ops.experts.grouped_matmul import GroupedTile, grouped_matmul
 from engine.ops.experts.one_token import RowsTile, experts_of_one_token
+from engine.ops.experts.pack import pack_fp4, pack_int4, scale_dtype
 from engine.ops.experts.quantize import quantize_activations
 from engine.ops.experts.route import route
 from engine.ops.experts.sort import PairSorter, SortedPairs, max_tiles
+from engine.ops.experts.tiles import SHAPES_OF_4_BITS
 from engine.ops.experts.weights import StackedWeight, WeightFormat
 
 TILE = GroupedTile(outputs=64, block_k=64, warps=4, stages=2)
@@ -130,33 +132,36 @@ def test_experts_compute_what_torch_does(name: str, device: torch.device) -> Non
     torch.testing.assert_close(found, reference(x, routing, weights, activation), atol=2e-5, rtol=1e-5)
 
 
-def four_bits(kind: Any, group: int, zeros: bool, device: torch.device) -> tuple[StackedWeight, torch.Tensor]:
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""E2M1 numbers by their bits."""
+
+
+def four_bits(
+    kind: Any, group: int, zeros: bool, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[StackedWeight, torch.Tensor]:
     """Random matrices of 40 outputs and 176 inputs, which fill no block, and what they mean, in float32."""
     outputs, inputs = 40, 176
-    form = WeightFormat(kind=kind, group=group)
     groups = -(-inputs // group)
     of_input = torch.arange(inputs) // group
-    packed, all_scales, all_zeros, meant = [], [], [], []
-    for _ in range(EXPERTS):
+    packed, meant = [], []
+    for expert in range(EXPERTS):
         q = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
         if kind == "fp4":
-            scales = torch.randint(120, 130, (groups, outputs), dtype=torch.uint8)
-            numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])[q.long()]
-            meant.append(numbers * 2.0 ** (scales.float() - 127)[of_input].T)
-            packed.append(form.pack(q))
+            scales = torch.randint(110 + 2 * expert, 120 + 2 * expert, (groups, outputs), dtype=torch.uint8)
+            meant.append(FP4[q.long()] * 2.0 ** (scales.float() - 127)[of_input].T)
+            packed.append(pack_fp4(q, scales))
         else:
-            scales = torch.rand(groups, outputs) + 0.5
+            scales = (torch.rand(groups, outputs) + 0.5).to(scale_dtype(dtype))
             zero = torch.randint(0, 16, (groups, outputs), dtype=torch.uint8)
             centre = zero if zeros else torch.full_like(zero, 8)
-            meant.append((q.float() - centre.float()[of_input].T) * scales[of_input].T)
-            packed.append(form.pack(q, form.pad_groups(zero, inputs)[-1] if zeros else 8))
-            all_zeros.append(form.pad_groups(zero, inputs))
-        all_scales.append(form.pad_groups(scales, inputs))
+            meant.append((q.float() - centre.float()[of_input].T) * scales.float()[of_input].T)
+            packed.append(pack_int4(q, scales, zero if zeros else None, group, dtype))
+    factors = [one.factor for one in packed if one.factor is not None]
     weight = StackedWeight(
-        values=torch.stack(packed).to(device),
-        format=form,
-        scales=torch.stack(all_scales).to(device),
-        zeros=torch.stack(all_zeros).to(device) if zeros else None,
+        values=torch.stack([one.values for one in packed]).to(device),
+        format=WeightFormat(kind=kind, group=group),
+        scales=torch.stack([one.scales for one in packed]).to(device),
+        factors=torch.stack(factors).to(device) if factors else None,
     )
     return weight, torch.stack(meant).to(device)
 
@@ -179,6 +184,7 @@ FORMATS = {
     "fp8 per channel": lambda device: eight_bits("channel", torch.float8_e4m3fn, device),
     "fp8 blocks": lambda device: eight_bits("block", torch.float8_e4m3fn, device),
     "int4 in groups of 128": lambda device: four_bits("int4", 128, False, device),
+    "int4 in groups of 64": lambda device: four_bits("int4", 64, False, device),
     "int4 in groups of 32, zero points": lambda device: four_bits("int4", 32, True, device),
     "fp4": lambda device: four_bits("fp4", 32, False, device),
 }
@@ -207,6 +213,41 @@ def test_quantized_weights_are_multiplied_as_what_they_mean(case: str, gated: bo
     wanted = torch.einsum("pi,poi->po", x[tokens], meant[experts.flatten().long()])
     wanted = gated_activation("silu")(wanted) if gated else wanted
     assert float((found - wanted).norm() / wanted.norm()) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "group", "rows", "number"), [("fp4", 32, 16, 0), ("int4", 64, 64, 0), ("fp4", 32, 128, 1)]
+)
+def test_tiles_of_4_bit_weights_multiply_bfloat16(
+    kind: Any, group: int, rows: int, number: int, device: torch.device
+) -> None:
+    weight, meant = four_bits(kind, group, True, device, torch.bfloat16)
+    outputs, warps, stages = SHAPES_OF_4_BITS[rows][number]
+    tile = GroupedTile(outputs=outputs, block_k=128, warps=warps, stages=stages)
+    experts = torch.randint(-1, EXPERTS, (300, 2), dtype=torch.int32, device=device)
+    x = torch.randn(len(experts), meant.shape[2], device=device).bfloat16()
+    bias = torch.randn(EXPERTS, meant.shape[1], device=device).bfloat16()
+    found = grouped_matmul(
+        x,
+        weight,
+        PairSorter(EXPERTS, 2, device)(experts, rows),
+        rows,
+        tile,
+        dtype=torch.float32,
+        top_k=2,
+        gather=True,
+        scatter=True,
+        activation="swiglu_oai",
+        bias=bias,
+    )
+    here = experts.flatten() >= 0
+    expert = experts.flatten()[here].long()
+    source = x.repeat_interleave(2, 0)[here].double()
+    wanted = torch.einsum("pi,poi->po", source, meant[expert].double()) + bias[expert].double()
+    wanted = gated_activation("swiglu_oai")(wanted)
+    error = float((found[here] - wanted).norm() / wanted.norm())
+    assert error < (1e-5 if kind == "fp4" else 5e-3)
 
 
 @pytest.mark.parametrize("case", ["int8 per channel", "fp8 per channel", "fp8 blocks"])
