@@ -9,7 +9,7 @@ from engine.ops.experts.grouped_matmul import GroupedTile
 from engine.ops.experts.pack import BLOCK_INPUTS
 from engine.ops.experts.weights import WeightFormat
 
-ROW_CLASSES = (1, 8, 32, 128, 512, 2048, 8192)
+ROW_CLASSES = (1, 8, 32, 128, 256, 512, 2048, 8192)
 """Row classes: a number of tokens uses the tiles of the smallest class that is not less, or of the last."""
 TILE_ROWS = (16, 32, 64, 128)
 """Rows of a tile, by default the smallest that hold an expert's rows where all have the same number."""
