@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.attention import AttentionBackend, AttentionPair, AttentionSpec, GraphSlot, KVPool
+from engine.core.attention import AttentionBackend, AttentionPair, AttentionSpec, GraphSlot
 from engine.core.device import DeviceInfo
 from engine.core.quant import FLOAT8
 from engine.testing.attention_cases import (
@@ -19,15 +19,11 @@ from engine.testing.attention_cases import (
     LONG_BATCHES,
     Case,
     Lengths,
-    batch_of,
-    dense_attention,
     graph_batch,
-    invalidate,
     invalidate_behind_windows,
     only,
-    scales_of,
-    sinks_of,
-    stored,
+    pack,
+    random_case,
     unpack,
 )
 
@@ -127,8 +123,36 @@ class AttentionConformance:
     @pytest.mark.parametrize("name", [*BATCHES, *LONG_BATCHES])
     def test_latent(self, name: str) -> None:
         """A cache of keys alone, whose first numbers are the values, for all query heads."""
-        spec = self.spec(num_kv_heads=1, value_head_dim=48, latent=True)
-        self.check(spec, {**BATCHES, **LONG_BATCHES}[name])
+        self.check(self.latent_spec(), {**BATCHES, **LONG_BATCHES}[name])
+
+    @pytest.mark.parametrize("heads", [1, 4, 8, 16, 20])
+    def test_latent_heads(self, heads: int) -> None:
+        """Numbers of query heads that a rank has."""
+        self.check(self.latent_spec(num_heads=heads, num_layers=1, sliding_windows=(None,)), BATCHES["mixed"])
+
+    @pytest.mark.parametrize(("latent", "rotated"), [(32, 8), (256, 32), (512, 64)])
+    def test_latent_sizes(self, latent: int, rotated: int) -> None:
+        """Sizes of the two parts of a key, up to those that models have."""
+        size = latent + rotated
+        spec = self.latent_spec(head_dim=size, value_head_dim=latent, scale=size**-0.5)
+        self.check(spec, BATCHES["mixed"])
+
+    def test_latent_strided_inputs(self) -> None:
+        """q, k and v are views of one tensor."""
+        self._check_strided(self.latent_spec())
+
+    @pytest.mark.parametrize("name", BATCHES)
+    def test_latent_forward_into(self, name: str) -> None:
+        """As test_forward_into, with results of the size of a latent."""
+        self._check_forward_into(self.latent_spec(), name)
+
+    def test_latent_float8_cache(self) -> None:
+        """Quantized latents."""
+        self.check(self.latent_spec(kv_dtype=FLOAT8), BATCHES["mixed"])
+
+    def test_latent_one_plan_for_changing_buffers(self) -> None:
+        """As test_one_plan_for_changing_buffers, over a latent cache."""
+        self._check_changing_buffers(self.latent_spec())
 
     def test_sinks_with_a_soft_cap_over_float8(self) -> None:
         """Sinks are not capped, and not scaled by the key scale."""
@@ -151,16 +175,21 @@ class AttentionConformance:
 
     def test_strided_inputs(self) -> None:
         """q, k and v are views of one tensor, as after a merged projection."""
-        spec = self.spec()
+        self._check_strided(self.spec())
+
+    def _check_strided(self, spec: AttentionSpec) -> None:
+        self._skip_if_refused(spec)
         case = self.make(spec, BATCHES["mixed"])
-        views = [unpack(spec, torch.cat(layer, 1)) for layer in case.inputs]
+        views = [unpack(spec, pack(spec, layer)) for layer in case.inputs]
         for found, expected in zip(self.run(spec, attrs.evolve(case, inputs=views)), case.expected, strict=True):
             self._close(found, expected, "strided")
 
     @pytest.mark.parametrize("name", BATCHES)
     def test_forward_into(self, name: str) -> None:
         """forward_into writes the same result into rows of a larger buffer, and no other rows."""
-        spec = self.spec()
+        self._check_forward_into(self.spec(), name)
+
+    def _check_forward_into(self, spec: AttentionSpec, name: str) -> None:
         self._skip_if_refused(spec)
         case = self.make(spec, BATCHES[name])
         backend = self._backend(spec, case)
@@ -168,7 +197,7 @@ class AttentionConformance:
         with torch.inference_mode():
             plan = backend.plan(case.batch)
             for layer, inputs in enumerate(case.inputs):
-                buffer = torch.full_like(inputs[0], 3.0).repeat(3, 1, 1)
+                buffer = inputs[0].new_full((3 * tokens, spec.num_heads, spec.output_dim), 3.0)
                 backend.forward_into(layer, *inputs, plan, buffer[tokens : 2 * tokens])
                 self._close(buffer[tokens : 2 * tokens], case.expected[layer], f"forward_into, layer {layer}")
                 rest = torch.cat((buffer[:tokens], buffer[2 * tokens :]))
@@ -218,7 +247,7 @@ class AttentionConformance:
         case = self.make(spec, lengths)
         rows = 6
         batch = graph_batch(spec, case.pool, rows)
-        packed = [torch.cat(tensors, 1)[:rows].zero_() for tensors in case.inputs]
+        packed = [pack(spec, tensors)[:rows].zero_() for tensors in case.inputs]
         inputs = [unpack(spec, layer) for layer in packed]
         backend = self._backend(spec, case)
         if backend.graphs == "none":
@@ -232,7 +261,7 @@ class AttentionConformance:
             batch.context_lens[:count] = case.batch.context_lens[chosen]
             batch.block_tables[:count, : case.batch.block_tables.shape[1]] = case.batch.block_tables[chosen]
             for layer, tensors in enumerate(case.inputs):
-                packed[layer][:count] = torch.cat(tensors, 1)[chosen]
+                packed[layer][:count] = pack(spec, tensors)[chosen]
             self._serve_another(backend, spec, case)
             for layer, out in enumerate(replay()):
                 self._close(out[:count], case.expected[layer][chosen], f"layer {layer}, sequences {chosen}")
@@ -277,6 +306,10 @@ class AttentionConformance:
             sliding_windows=(None, None),
         )
         return attrs.evolve(spec, **changes)
+
+    def latent_spec(self, **changes: Any) -> AttentionSpec:
+        """Return the attention of a small model with a latent cache."""
+        return self.spec(**{"num_kv_heads": 1, "value_head_dim": 48, "latent": True, **changes})
 
     def check(self, spec: AttentionSpec, lengths: Lengths, seed: int = 0) -> None:
         """Run one batch through all layers and compare; skip if the backend refuses."""
@@ -335,50 +368,8 @@ class AttentionConformance:
         return replay
 
     def make(self, spec: AttentionSpec, lengths: Lengths, seed: int = 0) -> Case:
-        """Make a case of random keys, values and queries in blocks of random order; unused slots hold NaN.
-
-        Expected outputs over a float8 cache are computed from its quantized values.
-        """
-        pick = random.Random(seed)
-        draw = torch.Generator().manual_seed(seed)
-        name = self._device().torch_name
-        contexts = [cached + new for cached, new in lengths]
-        counts = [-(-context // spec.block_size) for context in contexts]
-        blocks = list(range(sum(counts) + 2))
-        pick.shuffle(blocks)
-        unused = blocks.pop()
-        tables = np.full((len(lengths), max(counts)), unused, np.int32)
-        slots: list[np.ndarray[Any, Any]] = []
-        for row, (context, count) in enumerate(zip(contexts, counts, strict=True)):
-            tables[row, :count] = [blocks.pop() for _ in range(count)]
-            at = np.arange(context)
-            slots.append(tables[row, at // spec.block_size].astype(np.int64) * spec.block_size + at % spec.block_size)
-        pool = KVPool(spec, sum(counts) + 2, name, scales_of(spec))
-        given = getattr(torch, spec.dtype if pool.is_float8 else spec.kv_dtype)
-        inputs, expected = [], []
-        sinks = sinks_of(spec, name)
-        for layer in range(spec.num_layers):
-            invalidate(pool, layer)
-            queries, keys, values, outs = [], [], [], []
-            for row, (cached, new) in enumerate(lengths):
-                shape = (contexts[row], spec.num_kv_heads, spec.head_dim)
-                k, v = (torch.randn(shape, generator=draw).to(given) for _ in range(2))
-                if spec.latent:
-                    v = k[..., : spec.output_dim]
-                q = torch.randn((new, spec.num_heads, spec.head_dim), generator=draw).to(getattr(torch, spec.dtype))
-                places = torch.tensor(slots[row], device=name)
-                pool.write(layer, k.to(name), v.to(name), places)
-                queries.append(q)
-                keys.append(k[cached:])
-                values.append(v[cached:])
-                if pool.is_float8:
-                    k, v = stored(pool, layer, places)
-                layer_sinks = sinks[layer] if sinks else None
-                outs.append(dense_attention(q, k, v, spec, spec.sliding_windows[layer], layer_sinks))
-            dtype = getattr(torch, spec.dtype)
-            inputs.append(tuple(torch.cat(parts).to(name, dtype) for parts in (queries, keys, values)))
-            expected.append(torch.cat(outs))
-        return Case(batch_of(lengths, tables, slots, name), pool, inputs, expected, sinks)  # type: ignore[arg-type]
+        """Make a case of random keys, values and queries; see `random_case`."""
+        return random_case(spec, lengths, self._device().torch_name, seed)
 
     def _close(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         assert found.shape == expected.shape, f"{what}: shape {tuple(found.shape)}, not {tuple(expected.shape)}"

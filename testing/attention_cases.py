@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import numpy as np
@@ -86,8 +88,16 @@ def invalidate_behind_windows(case: Case, spec: AttentionSpec) -> None:
             invalidate(case.pool, layer, hidden.to(batch.tokens.device))
 
 
+def pack(spec: AttentionSpec, layer: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Concatenate the heads of q, k and v, of which a latent cache has no v: [tokens, heads, head_dim]."""
+    return torch.cat(layer[:2] if spec.latent else layer, 1)
+
+
 def unpack(spec: AttentionSpec, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return views of q, k and v; packed: [tokens, heads + 2 * kv_heads, head_dim]."""
+    """Return views of q, k and v in the result of `pack`."""
+    if spec.latent:
+        q, k = torch.split(packed, [spec.num_heads, spec.num_kv_heads], 1)
+        return q, k, k[..., : spec.output_dim]
     q, k, v = torch.split(packed, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
     return q, k, v
 
@@ -117,6 +127,52 @@ def batch_of(
         context_lens_host=contexts,
         block_tables_host=tables,
     )
+
+
+def random_case(spec: AttentionSpec, lengths: Lengths, device: str, seed: int) -> Case:
+    """Make a case of random keys, values and queries in blocks of random order; unused slots hold NaN.
+
+    Expected outputs over a float8 cache are computed from its quantized values.
+    """
+    pick = random.Random(seed)
+    draw = torch.Generator().manual_seed(seed)
+    contexts = [cached + new for cached, new in lengths]
+    counts = [-(-context // spec.block_size) for context in contexts]
+    blocks = list(range(sum(counts) + 2))
+    pick.shuffle(blocks)
+    unused = blocks.pop()
+    tables = np.full((len(lengths), max(counts)), unused, np.int32)
+    slots: list[np.ndarray[Any, Any]] = []
+    for row, (context, count) in enumerate(zip(contexts, counts, strict=True)):
+        tables[row, :count] = [blocks.pop() for _ in range(count)]
+        at = np.arange(context)
+        slots.append(tables[row, at // spec.block_size].astype(np.int64) * spec.block_size + at % spec.block_size)
+    pool = KVPool(spec, sum(counts) + 2, device, scales_of(spec))
+    given = getattr(torch, spec.dtype if pool.is_float8 else spec.kv_dtype)
+    inputs, expected = [], []
+    sinks = sinks_of(spec, device)
+    for layer in range(spec.num_layers):
+        invalidate(pool, layer)
+        queries, keys, values, outs = [], [], [], []
+        for row, (cached, new) in enumerate(lengths):
+            shape = (contexts[row], spec.num_kv_heads, spec.head_dim)
+            k, v = (torch.randn(shape, generator=draw).to(given) for _ in range(2))
+            if spec.latent:
+                v = k[..., : spec.output_dim]
+            q = torch.randn((new, spec.num_heads, spec.head_dim), generator=draw).to(getattr(torch, spec.dtype))
+            places = torch.tensor(slots[row], device=device)
+            pool.write(layer, k.to(device), v.to(device), places)
+            queries.append(q)
+            keys.append(k[cached:])
+            values.append(v[cached:])
+            if pool.is_float8:
+                k, v = stored(pool, layer, places)
+            layer_sinks = sinks[layer] if sinks else None
+            outs.append(dense_attention(q, k, v, spec, spec.sliding_windows[layer], layer_sinks))
+        dtype = getattr(torch, spec.dtype)
+        inputs.append(tuple(torch.cat(parts).to(device, dtype) for parts in (queries, keys, values)))
+        expected.append(torch.cat(outs))
+    return Case(batch_of(lengths, tables, slots, device), pool, inputs, expected, sinks)  # type: ignore[arg-type]
 
 
 def graph_batch(spec: AttentionSpec, pool: KVPool, rows: int) -> ForwardBatch:

@@ -43,8 +43,8 @@ class WideningTriton(TritonAttention):
     def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
         super().__init__(spec, pool, options)
         if pool.is_float8:
-            self._prefill.widened_config = SMALL
-            self._prefill.min_widened_rows = 7
+            self._kernels.prefill.widened_config = SMALL
+            self._kernels.prefill.min_widened_rows = 7
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="on a GPU the conformance suite widens")

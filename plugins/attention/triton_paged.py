@@ -1,0 +1,103 @@
+"""The Triton backend over keys and values per head: one kernel for decode, one for prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from engine.core.attention import AttentionSpec, ForwardBatch, KVPool
+from engine.plugins.attention.triton_prefill import PrefillPart, PrefillPlanner, shared_memory
+
+
+@frozen
+class PagedPlan:
+    """Arguments that the kernels of all layers share."""
+
+    num_decodes: int
+    decode_launch: Any
+    """A DecodeConfig and its DecodeWorkspace."""
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+    prefill: tuple[PrefillPart, ...]
+
+
+class PagedKernels:
+    """Plans and launches attention over the keys and values of one cache group."""
+
+    def __init__(self, spec: AttentionSpec, pool: KVPool) -> None:
+        from engine.ops.attention.paged_decode_config import decode_configs
+        from engine.ops.attention.paged_decode_merge import DecodeWorkspace
+
+        self._spec = spec
+        self._sinks: Sequence[torch.Tensor | None] = (None,) * spec.num_layers
+        self._pool = pool
+        self.prefill = PrefillPlanner(spec, pool)
+        keys = pool.keys[0]
+        self._decode_launches: list[tuple[float, Any]] = []  # (maximum number of sequences, launch)
+        heads = spec.num_heads, spec.num_kv_heads
+        for limit, config in decode_configs(spec.head_dim, keys.itemsize, shared_memory(keys.device), heads):
+            programs = config.programs_per_head(spec.num_kv_heads, keys.device)
+            workspace = DecodeWorkspace.make(programs, spec.num_heads, spec.num_kv_heads, spec.head_dim, keys.device)
+            self._decode_launches.append((limit, (config, workspace)))
+
+    def set_sinks(self, sinks: Sequence[torch.Tensor | None]) -> None:
+        """Keep the attention sinks, as of the backend."""
+        self._sinks = sinks
+
+    def plan(self, batch: ForwardBatch) -> PagedPlan:
+        """Plan a batch. Decode needs no plan, in a graph or not: its kernel reads lengths and block tables on the
+        device."""
+        return PagedPlan(
+            num_decodes=batch.num_decodes,
+            decode_launch=next(launch for limit, launch in self._decode_launches if batch.num_decodes <= limit),
+            block_tables=batch.block_tables,
+            context_lens=batch.context_lens,
+            prefill=self.prefill.plan(batch) if batch.num_decodes < batch.num_sequences else (),
+        )
+
+    def attend(self, layer: int, q: torch.Tensor, plan: PagedPlan, out: torch.Tensor) -> None:
+        """Compute one layer. q, out: [tokens, heads, head_dim]."""
+        from engine.ops.attention.paged_decode import paged_decode
+        from engine.ops.attention.paged_prefill import paged_prefill
+        from engine.ops.attention.widen_blocks import widen_blocks
+
+        spec = self._spec
+        keys, values, scales = self._pool.keys[layer], self._pool.values[layer], self._pool.scales[layer]
+        if plan.num_decodes:
+            config, workspace = plan.decode_launch
+            paged_decode(
+                q,
+                keys,
+                values,
+                plan.block_tables,
+                plan.context_lens,
+                out,
+                num_sequences=plan.num_decodes,
+                scale=spec.scale * scales.key,
+                softcap=spec.softcap,
+                window=spec.sliding_windows[layer],
+                value_scale=scales.value,
+                sinks=self._sinks[layer],
+                workspace=workspace,
+                config=config,
+            )
+        for part in plan.prefill:
+            read = keys, values
+            if part.widened is not None:
+                read = widen_blocks(keys, values, part.widened, q.dtype)
+            paged_prefill(
+                q,
+                *read,
+                part.tables,
+                part.tiles,
+                out,
+                scale=spec.scale * scales.key,
+                softcap=spec.softcap,
+                window=spec.sliding_windows[layer],
+                value_scale=scales.value,
+                sinks=self._sinks[layer],
+                config=part.config,
+            )
