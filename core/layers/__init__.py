@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from engine.core.layers.fused_experts import FusedExperts as FusedExperts
     from engine.core.layers.head_norm import HeadNorm as HeadNorm, ProjectionNorm as ProjectionNorm
+    from engine.core.layers.latent import LatentKeys as LatentKeys
     from engine.core.layers.layer_factory import LayerFactory as LayerFactory
     from engine.core.layers.linear import (
         BIAS_SHARD_DIM as BIAS_SHARD_DIM,
@@ -96,6 +97,7 @@ __getattr__, __dir__, __all__ = exports(
         "HeadNorm",
         "ProjectionNorm",
     ),
+    latent=("LatentKeys",),
     layer_factory=("LayerFactory",),
     linear=(
         "BIAS_SHARD_DIM",

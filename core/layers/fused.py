@@ -19,12 +19,14 @@ from engine.core.layers.base import torch_dtype
 from engine.core.layers.embedding import VocabParallelEmbedding
 from engine.core.layers.fused_experts import FusedPlainExperts, fused_route
 from engine.core.layers.head_norm import ProjectionNorm
+from engine.core.layers.latent import LatentKeys
 from engine.core.layers.layer_classes import LayerClasses
 from engine.core.layers.lm_head import LMHead, VocabParallelHead
 from engine.core.layers.norm import RMSNorm
 from engine.core.layers.rotary import Angles, RotaryEmbedding, RotarySpec
 from engine.core.layers.skinny_linear import SkinnyGemms, SkinnyKernel
 from engine.ops.activation.act_and_mul import act_and_mul
+from engine.ops.attention.latent_rope import rotate_and_write_latents
 from engine.ops.attention.rope_and_cache import angles, rotate_and_write
 from engine.ops.gemm.skinny_launch import SKINNY_MAX_ROWS
 from engine.ops.norm.all_reduce_rms_norm import all_reduce_rms_norm
@@ -126,6 +128,25 @@ class FusedAttention(Attention):
         return q, k, v
 
 
+class FusedLatentKeys(LatentKeys):
+    """Norm, rotation and the write to the cache in one kernel; keys change in place."""
+
+    def __call__(
+        self,
+        run: ForwardPass,
+        layer: int,
+        q: torch.Tensor,
+        rotated: torch.Tensor,
+        projected: torch.Tensor,
+        angles: Angles,
+    ) -> torch.Tensor:
+        norm, slots = self.norm, run.batch.slots
+        rotate_and_write_latents(
+            q, rotated, projected, norm.weight, norm.eps, run.pool.keys[layer], slots, angles[0], angles[1]
+        )
+        return projected[:, None]
+
+
 class FusedLMHead(LMHead):
     """LM head with skinny GEMM kernels, and a greedy token without logits in memory."""
 
@@ -180,6 +201,7 @@ def fused_classes(dtype: str, device: str) -> LayerClasses:
         norm=FusedRMSNorm,
         rotary=FusedRotary,
         attention=FusedAttention,
+        latent_keys=FusedLatentKeys,
         vocab_parallel_embedding=FusedVocabParallelEmbedding,
         lm_head=partial(FusedLMHead, gemms=gemms, dtype=dtype),
         vocab_parallel_head=FusedVocabParallelHead,

@@ -12,6 +12,7 @@ from engine.core.layers.activation import gated_activation
 from engine.core.layers.attention import Attention
 from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
 from engine.core.layers.experts import PlainExperts
+from engine.core.layers.latent import LatentKeys
 from engine.core.layers.linear import PlainKernel
 from engine.core.layers.lm_head import Argmax, LMHead, VocabParallelHead, plain_argmax
 from engine.core.layers.norm import RMSNorm
@@ -37,6 +38,7 @@ class LayerClasses:
     rotary: Callable[[RotarySpec, str, str], RotaryEmbedding]
     """Called with spec, dtype and device."""
     attention: type[Attention]
+    latent_keys: type[LatentKeys]
     vocab_parallel_embedding: type[VocabParallelEmbedding]
     lm_head: Callable[[Embedding], LMHead]
     vocab_parallel_head: type[VocabParallelHead]
@@ -57,6 +59,7 @@ PLAIN = LayerClasses(
     norm=_plain_norm,
     rotary=Rotary,
     attention=Attention,
+    latent_keys=LatentKeys,
     vocab_parallel_embedding=VocabParallelEmbedding,
     lm_head=LMHead,
     vocab_parallel_head=VocabParallelHead,

@@ -18,6 +18,7 @@ from engine.core.layers.blocks import (
 from engine.core.layers.factory import SingleLayerFactory
 from engine.core.layers.head_norm import HeadNorm, ProjectionNorm, ProjectionPart
 from engine.core.layers.hidden_states import StoringAttentionBlock, StoringNorm
+from engine.core.layers.latent import LatentKeys
 from engine.core.layers.linear import PartialLinear
 from engine.core.layers.norm import LayerNorm, Norm, NormKind, ResidualAddition, RMSNorm
 from engine.core.layers.sparse_mlp import SparseMLP, SparseMLPSpec
@@ -200,6 +201,13 @@ class LayerFactory(SingleLayerFactory):
         return GatedMLP(
             input_norm, gate_and_up, self._output(down, hidden_size, eps, norm_kind, output_norm, output_scale)
         )
+
+    def latent_keys(self, norm: str, latent: int, rotated: int, eps: float) -> LatentKeys:
+        """What completes queries and keys of a layer of a model's own with latent attention (MLA), and caches the keys.
+
+        norm: name of the norm of the latent. latent, rotated: sizes of the two parts of a key.
+        """
+        return self._classes.latent_keys(self.norm(norm, latent, eps), latent, rotated)
 
     def sparse_mlp(self, spec: SparseMLPSpec) -> SparseMLP:
         """The mixture of experts of a decoder layer: input norm, router, experts, and perhaps a shared expert."""

@@ -9,7 +9,7 @@ import torch
 from attrs import asdict, evolve, frozen
 
 from engine.core.errors import CheckpointError
-from engine.core.layers import Layer, LayerFactory, Linear, RoutingSpec, rotate_pairs, yarn_sharpness
+from engine.core.layers import Layer, LayerFactory, Linear, RoutingSpec, yarn_sharpness
 from engine.core.models import KVShape, ModelSpec
 from engine.core.weights import read_key
 from engine.plugins.models.config_keys import ConfigKeys
@@ -142,7 +142,7 @@ class LatentAttention:
             [(f"{name}.q_proj", heads * (shape.unrotated + shape.rotated))], hidden, parallel="column"
         )
         self.latent = layers.linear([(f"{name}.kv_a_proj_with_mqa", shape.latent + shape.rotated)], hidden)
-        self.latent_norm = layers.norm(f"{name}.kv_a_layernorm", shape.latent, LATENT_EPS)
+        self.keys = layers.latent_keys(f"{name}.kv_a_layernorm", shape.latent, shape.rotated, LATENT_EPS)
         expand = layers.linear(
             [(f"{name}.kv_b_proj", heads * (shape.unrotated + shape.value))], shape.latent, parallel="column"
         )
@@ -158,16 +158,13 @@ class LatentAttention:
         x, residual = self.norm(hidden, residual)
         queries = self.queries(x).view(x.shape[0], -1, sizes.unrotated + sizes.rotated)
         unrotated, rotated = torch.split(queries, [sizes.unrotated, sizes.rotated], -1)
-        latent, shared = torch.split(self.latent(x), [sizes.latent, sizes.rotated], -1)
-        latent, _ = self.latent_norm(latent.contiguous(), None)
-        k = torch.cat((latent, rotate_pairs(shared[:, None], angles)[:, 0]), -1)[:, None]
-        absorbed = torch.einsum("thn,hnl->thl", unrotated, self.heads.keys)
-        q = torch.cat((absorbed, rotate_pairs(rotated, angles)), -1)
-        v = k[..., : sizes.latent]
         own = run.of_group(group)
-        own.pool.write(index, k, v, own.batch.slots)
-        attended = own.attention.forward(index, q, k, v, own.plan)
-        values = torch.einsum("thl,hvl->thv", attended, self.heads.values)
+        q = queries.new_empty(*queries.shape[:2], sizes.head_dim)
+        multiply_heads(unrotated, self.heads.keys, q[..., : sizes.latent])
+        k = self.keys(own, index, q, rotated, self.latent(x), angles)
+        attended = own.attention.forward(index, q, k, k[..., : sizes.latent], own.plan)
+        values = attended.new_empty(*attended.shape[:2], sizes.value)
+        multiply_heads(attended, self.heads.values, values)
         return self.output(values.flatten(1)), residual
 
 
@@ -177,7 +174,7 @@ class HeadMatrices(Layer):
     keys: torch.Tensor
     """[heads, unrotated, latent]."""
     values: torch.Tensor
-    """[heads, value, latent]."""
+    """[heads, latent, value]."""
 
     def __init__(self, linear: Linear, sizes: LatentConfig, layers: LayerFactory) -> None:
         """linear: from a latent to the keys and values of all heads. It must be filled before."""
@@ -194,8 +191,16 @@ class HeadMatrices(Layer):
         both = self._linear(torch.eye(sizes.latent, **self._identity)).T
         per_head = both.view(-1, sizes.unrotated + sizes.value, sizes.latent)
         keys, values = torch.split(per_head, [sizes.unrotated, sizes.value], 1)
-        self.keys, self.values = keys.contiguous(), values.contiguous()
+        self.keys, self.values = keys.contiguous(), values.transpose(1, 2).contiguous()
 
     @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes if hasattr(self, "keys") else 0
+
+
+def multiply_heads(x: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor) -> None:
+    """Multiply each head of x: [tokens, heads, inputs] by its matrix into out: [tokens, heads, outputs].
+
+    matrices: [heads, inputs, outputs]. The last dimensions of x and out are dense.
+    """
+    torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))

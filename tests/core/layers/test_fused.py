@@ -278,6 +278,27 @@ def check_attention(spec: RotarySpec | None, make_norm: Any) -> None:
         close(one, other)
 
 
+def test_latent_keys_equal_plain() -> None:
+    """Queries, keys and what is in the cache, of 3 heads with latents of 32 numbers and 8 that are rotated."""
+    spec = RotarySpec(rotary_dim=8, type="default", parameters={}, interleaved=True)
+    found = []
+    for rotary, keys in both(lambda layers: (layers.rotary(spec), layers.latent_keys("latent_norm", 32, 8, 1e-6))):
+        cache = torch.zeros(2, 3, 4, 1, 40).to(DEVICE)
+
+        def write(layer: Any, k: Any, v: Any, slots: Any, cache: Any = cache) -> None:
+            cache[layer].flatten(0, 1)[slots] = k
+
+        run = SimpleNamespace(
+            pool=SimpleNamespace(keys=cache, write=write),
+            batch=SimpleNamespace(slots=torch.tensor([9, 2, 5], device=DEVICE)),
+        )
+        q, heads = randn(3, 3, 40), randn(3, 3, 13)
+        angles = rotary.angles(torch.tensor([0, 7, 300], device=DEVICE))
+        found.append((keys(run, 1, q, heads[..., 5:], randn(3, 40), angles), q, cache))
+    for one, other in zip(found[1], found[0], strict=True):
+        close(one, other)
+
+
 def test_attention_quantizes_by_the_scales_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr("engine.core.layers.fused.rotate_and_write", lambda *arguments, **_: calls.append(arguments))
