@@ -10,8 +10,8 @@ from attrs import evolve
 from engine.core.attention.base import AttentionSpec
 from engine.core.attention.pair import AttentionPair
 from engine.core.config.tree import AUTO, EngineConfig
-from engine.core.errors import ConfigError
-from engine.core.models.base import StateShape
+from engine.core.errors import ConfigError, EngineError, PluginError
+from engine.core.models.base import KVShape, StateShape
 from engine.core.plugin_host.cache_groups import cache_layout
 from engine.core.plugin_host.derived import (
     max_len,
@@ -40,6 +40,33 @@ Question = Callable[[Any], str | None]
 def model_question(checkpoint: Mapping[str, Any]) -> Question:
     """Asks whether a model class refuses this config.json."""
     return lambda cls: cls.refuses(checkpoint)
+
+
+def served_model_question(
+    config: EngineConfig, device: DeviceInfo, checkpoint: Mapping[str, Any], find: Callable[[str, Question], Any]
+) -> Question:
+    """Asks whether a model class refuses this config.json, and whether an attention backend reads its latent keys.
+
+    For auto: where none does, another model class may serve the checkpoint with keys and values per head. find: returns
+    the class that would be chosen for a section, and raises PluginError if there is none.
+    """
+
+    def attention_refusal(cls: Any) -> str | None:
+        try:
+            caches = shape_of(cls, checkpoint).layer_caches
+            if not any(isinstance(cache, KVShape) and cache.latent for cache in caches):
+                return None
+            quant = find("quant", quant_question(checkpoint, device))
+            question = attention_question(config, device, checkpoint, cls, quant)
+        except EngineError:  # not the model's choice is wrong; raised again once it is made
+            return None
+        try:
+            find("attention", question)
+        except PluginError as error:
+            return f"its keys are latent, and {error}"
+        return None
+
+    return lambda cls: cls.refuses(checkpoint) or attention_refusal(cls)
 
 
 def quant_question(checkpoint: Mapping[str, Any], device: DeviceInfo) -> Question:

@@ -27,6 +27,7 @@ from engine.core.plugin_host.questions import (
     parser_question,
     quant_question,
     questions_of_machine,
+    served_model_question,
     speculator_question,
 )
 from engine.core.speculators.device import DeviceSpeculator
@@ -151,9 +152,12 @@ def resolve(
     options: dict[str, Any] = {}
     choices: list[ChosenPlugin] = []
 
+    def find(section: str, question: Question) -> tuple[Any, ChosenPlugin]:
+        return _choose(config, plugins, sections[section], overrides.get(section), question, passed_over)
+
     def choose(section: str, question: Question) -> None:
         point = sections[section]
-        found, choice = _choose(config, plugins, point, overrides.get(section), question, passed_over)
+        found, choice = find(section, question)
         if isinstance(found, type | AttentionPair):
             options[point.name] = _options(config, found, choice)
         elif getattr(config, section).options:
@@ -164,7 +168,9 @@ def resolve(
         chosen[section] = found
         choices.append(choice)
 
-    choose("model", model_question(checkpoint))
+    by_auto = config.model.name == AUTO and "model" not in overrides
+    served = served_model_question(config, device, checkpoint, lambda *asked: find(*asked)[0])
+    choose("model", served if by_auto else model_question(checkpoint))
     choose("quant", quant_question(checkpoint, device))
     drafter: DrafterParts | None = None
     if config.speculator.name or "speculator" in overrides:

@@ -24,7 +24,7 @@ from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError, ConfigError, PluginError
 from engine.core.executors.base import Executor
 from engine.core.hooks import hookimpl
-from engine.core.models.base import Model, ModelSpec
+from engine.core.models.base import KVShape, Model, ModelSpec
 from engine.core.plugin_host.cache_groups import cache_layout
 from engine.core.plugin_host.derived import attention_spec, max_len, resolve_dtype, resolve_kv_dtype, use_graphs
 from engine.core.plugin_host.load import load_plugins
@@ -549,6 +549,23 @@ def test_backend_without_sinks_is_not_given_a_model_that_has_them() -> None:
     assert parts.attention.__wrapped__ is new
     [choice] = [choice for choice in parts.choices if choice.extension_point == "attention"]
     assert "old refuses: it does not compute attention sinks, which this model has" in choice.reason
+
+
+def test_auto_takes_a_model_with_latent_keys_only_where_a_backend_reads_them() -> None:
+    cache = KVShape(num_heads=4, num_kv_heads=1, head_dim=12, value_head_dim=8, latent=True)
+    latent = concrete(Model, spec=classmethod(lambda cls, config: evolve(SHAPE, layer_caches=(cache, cache))))
+    reader, other = concrete(AttentionBackend, reads_latent=True), concrete(AttentionBackend)
+    offers = [("models", "latent", latent, 2), ("models", "m", MODEL, 1), ("attention", "other", other, 2)]
+    with_reader = registry(*offers, ("attention", "reader", reader, 1))
+    assert resolve(EngineConfig(), with_reader, GPU, {}).model.__wrapped__ is latent
+    named = evolve(EngineConfig(), attention=AttentionConfig(name="other"))
+    for config, plugins in ((named, with_reader), (EngineConfig(), registry(*offers))):
+        parts = resolve(config, plugins, GPU, {})
+        assert parts.model.__wrapped__ is MODEL
+        assert "latent refuses: its keys are latent, and" in chosen(parts, "models")[1]
+    by_name = evolve(named, model=ModelConfig(name="latent"))
+    with pytest.raises(PluginError, match="it reads no values of 8 numbers with keys of 12"):
+        resolve(by_name, with_reader, GPU, {})
 
 
 def test_the_quantization_method_alone() -> None:

@@ -6,20 +6,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
+from attrs import evolve
 
 from engine.core import Engine, SamplingParams
+from engine.core.config.tree import AttentionConfig, CacheConfig, EngineConfig, ModelConfig
+from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError, PluginError
-from engine.core.plugin_host import load_plugins
+from engine.core.plugin_host import load_plugins, resolve
+from engine.core.runner import graph_capture, start
 from engine.core.weights import Checkpoint
+from engine.plugins.attention.triton import TritonAttention
 from engine.plugins.models.deepseek_v2 import DeepseekV2
 from engine.testing.checkpoints import make_checkpoint
 from engine.testing.models import ModelConformance
 from engine.testing.ranks import threaded_ranks
+from tests.core.runner.replays import ReplayByRunning
 from tests.reference_tokens import greedy_tokens
 
 from .families import FAMILIES
 
 NAME = "deepseek_v2"
+CPU = DeviceInfo(type="cpu")
+GPU = DeviceInfo(type="cuda", capability=(9, 0))
 CONFIG = FAMILIES[NAME].config
 PROMPTS = [[(11 * row + 5 * column + row * column) % 500 for column in range(5 + 17 * row)] for row in range(3)]
 STEPS = 16
@@ -61,11 +70,66 @@ def test_cache_holds_one_key_per_token_and_layer_for_all_heads(checkpoint: Path)
         assert engine.cache_info.num_blocks == 2**20 // (2 * 16 * (32 + 8) * 4)
 
 
-def test_fallback_serves_where_the_native_model_is_not_named(checkpoint: Path) -> None:
-    """The attention backends that are fast on a GPU read no latent cache."""
-    config = Checkpoint.open(checkpoint).config
-    serving = [one.name for one in load_plugins().models.candidates() if one.load().refuses(config) is None]
-    assert serving == ["transformers"]
+class InterpretedTriton(TritonAttention):
+    """On a CPU, where Triton's interpreter runs the kernels."""
+
+    @classmethod
+    def refuses(cls, spec: Any, device: Any) -> Any:
+        return super().refuses(spec, evolve(device, type="cuda"))
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the kernels are compiled for the GPU")
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter, for rows of padding: NaN is there
+def test_triton_backend_gives_the_tokens_of_the_backend_torch_in_chunks_and_replays(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_capture, "GraphCapturer", ReplayByRunning)
+    monkeypatch.setattr(start, "use_graphs", lambda config, *_: config.executor.graphs != "off")
+    ReplayByRunning.captured = 0
+    params = evolve(GREEDY, max_tokens=5)
+    with Engine(model=str(checkpoint), **SETTINGS, executor__graphs="off") as engine:
+        expected = [one.token_ids for one in engine.generate(PROMPTS, params)]
+    settings: dict[str, Any] = {"executor__graphs": "decode", "scheduler__max_batch_tokens": 17}
+    settings |= {"scheduler__max_running": 4, "model__max_len": 128}
+    with Engine(model=str(checkpoint), attention=InterpretedTriton, **SETTINGS, **settings) as engine:
+        assert [one.token_ids for one in engine.generate(PROMPTS, params)] == expected
+    assert ReplayByRunning.captured > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_greedy_tokens_on_a_gpu_are_those_of_the_backend_torch(checkpoint: Path, graphs: str) -> None:
+    """With graphs, decodes are replayed, and chunks of prompts run in piecewise graphs."""
+    settings: dict[str, Any] = {**SETTINGS, "executor__device": "cuda", "model__max_len": 256}
+    with Engine(model=str(checkpoint), attention__name="torch", **settings) as engine:
+        expected = [list(one.token_ids) for one in engine.generate(PROMPTS, GREEDY)]
+    settings |= {"executor__graphs": graphs, "scheduler__max_batch_tokens": 17, "scheduler__max_running": 4}
+    with Engine(model=str(checkpoint), **settings) as engine:
+        names = {choice.extension_point: choice.name for choice in engine.parts.choices}
+        assert (names["models"], names["attention"]) == (NAME, "triton")
+        assert [list(one.token_ids) for one in engine.generate(PROMPTS, GREEDY)] == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "model", "attention"),
+    [
+        (GPU, {}, NAME, "triton"),
+        (GPU, {"attention": AttentionConfig(name="triton")}, NAME, "triton"),
+        (GPU, {"attention": AttentionConfig(name="torch")}, NAME, "torch"),
+        (evolve(GPU, capability=(7, 5)), {}, NAME, "torch"),
+        (CPU, {}, NAME, "torch"),
+        (CPU, {"attention": AttentionConfig(name="native")}, "transformers", "native"),
+        (GPU, {"cache": CacheConfig(dtype="float8_e4m3fn")}, "transformers", "torch"),
+    ],
+    ids=["GPU", "triton", "torch", "old GPU", "CPU", "backend without latent keys", "float8 cache"],
+)
+def test_auto_takes_the_native_model_where_the_attention_backend_reads_its_cache(
+    checkpoint: Path, device: DeviceInfo, settings: dict[str, Any], model: str, attention: str
+) -> None:
+    config = evolve(EngineConfig(), model=ModelConfig(path=str(checkpoint)), **settings)
+    parts = resolve(config, load_plugins(), device, Checkpoint.open(checkpoint).config)
+    names = {choice.extension_point: choice.name for choice in parts.choices}
+    assert (names["models"], names["attention"]) == (model, attention)
 
 
 @pytest.mark.parametrize(
