@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -61,16 +62,25 @@ def modules(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def imports(file: Path) -> Iterator[str]:
+@cache
+def parse(file: Path) -> ast.Module:
+    """Syntax tree of a file, which no test changes."""
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
+def imports(file: Path) -> tuple[str, ...]:
     """Full names of all modules that a file imports, at any depth, for types only too."""
     parts = ("engine", *file.relative_to(ROOT).with_suffix("").parts)
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    names: list[str] = []
+    for node in ast.walk(parse(file)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = parts[: len(parts) - node.level] if node.level else ()
             module = ".".join((*base, *([node.module] if node.module else [])))
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            names += (f"{module}.{alias.name}" for alias in node.names)
+    return tuple(names)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -114,7 +124,7 @@ def test_the_public_names_of_a_folder_are_there_for_type_checkers_too(folder: st
     file = ROOT / "core" / folder / "__init__.py"
     listed = {
         alias.name: node.module
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in ast.walk(parse(file))
         if isinstance(node, ast.ImportFrom) and node.module is not None
         for alias in node.names
         if node.module.startswith(f"engine.core.{folder}.")
@@ -148,7 +158,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         for file in modules(package)
     }
     graph = {
-        name: set(imported_at_run_time(ast.parse(file.read_text(encoding="utf-8")).body, set(files)))
+        name: set(imported_at_run_time(parse(file).body, set(files)))
         & set(files) - {name}
         for name, file in files.items()
     }
@@ -158,16 +168,22 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         pytest.fail(f"these import each other: {' <- '.join(error.args[1])}")
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_public_method_says_what_it_does_unless_it_overrides_one_that_does(package: str) -> None:
-    """Classes of all packages by name: a method needs a docstring unless a base class of that name documents it."""
-    classes = {
+@cache
+def classes_by_name() -> dict[str, ast.ClassDef]:
+    """The classes of all packages."""
+    return {
         node.name: node
-        for name in PACKAGES
-        for file in modules(name)
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for package in PACKAGES
+        for file in modules(package)
+        for node in ast.walk(parse(file))
         if isinstance(node, ast.ClassDef)
     }
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_public_method_says_what_it_does_unless_it_overrides_one_that_does(package: str) -> None:
+    """A method needs a docstring unless a base class of that name documents it."""
+    classes = classes_by_name()
 
     def methods(node: ast.ClassDef) -> dict[str, bool]:
         return {
@@ -189,7 +205,7 @@ def test_a_public_method_says_what_it_does_unless_it_overrides_one_that_does(pac
     wrong = [
         f"{file.relative_to(ROOT)}: {node.name}.{method}"
         for file in modules(package)
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        for node in parse(file).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
         for method, documented in methods(node).items()
         if not documented and not method.startswith("_") and not overrides(node, method)
@@ -219,7 +235,7 @@ def plugin_names() -> set[str]:
 
 
 def string_constants(file: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parse(file)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
 
@@ -275,7 +291,7 @@ def test_no_kernel_is_chosen_by_the_name_of_a_model() -> None:
         (str(file.relative_to(ROOT)), text): f"{file.relative_to(ROOT)}:{line}: {text!r}"
         for package in CHOOSES_KERNELS
         for file in modules(package)
-        for line, text in names_and_strings(ast.parse(file.read_text(encoding="utf-8")))
+        for line, text in names_and_strings(parse(file))
         if FAMILY.search(text)
     }
     assert not [place for key, place in found.items() if key not in NO_FAMILY_NAMES]
@@ -326,7 +342,7 @@ def test_nothing_reads_the_environment_or_unpickles(package: str) -> None:
         f"{file.relative_to(ROOT)}:{node.lineno} reads os.{node.attr}"
         for file in modules(package)
         if str(file.relative_to(ROOT)) not in READS_ENVIRONMENT
-        for node in reads(ast.parse(file.read_text(encoding="utf-8")))
+        for node in reads(parse(file))
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
     ]
     assert not wrong
@@ -353,9 +369,15 @@ def test_every_hook_is_documented(hook: str) -> None:
     assert re.search(rf"`{hook}\(.*\)`", text), f"docs/plugins.md does not give the signature of {hook}"
 
 
-@pytest.mark.parametrize("hook", hook_names())
-def test_every_hook_is_implemented_in_a_test(hook: str) -> None:
-    pattern = re.compile(rf"@(staticmethod\()?hookimpl\)?\s+(async )?def {hook}\(")
+@cache
+def implemented_in_tests() -> frozenset[str]:
+    """Names of the hooks that a test implements."""
+    pattern = re.compile(r"@(?:staticmethod\()?hookimpl\)?\s+(?:async )?def (\w+)\(")
     tested = [ROOT / "docs" / "plugins.md"]  # tests/test_docs_plugins.py runs it
     tested += [file for file in (ROOT / "tests").rglob("*.py") if file != Path(__file__)]
-    assert any(pattern.search(file.read_text(encoding="utf-8")) for file in tested)
+    return frozenset(name for file in tested for name in pattern.findall(file.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("hook", hook_names())
+def test_every_hook_is_implemented_in_a_test(hook: str) -> None:
+    assert hook in implemented_in_tests()
