@@ -41,6 +41,7 @@ def test_paused_collects_nothing_and_moves_what_it_made_to_the_oldest_generation
     run("""
         before = collections()
         with paused():
+            import fractions
             made = [Node() for _ in range(5000)]
             assert collections() == before
         assert gc.isenabled()
@@ -49,9 +50,21 @@ def test_paused_collects_nothing_and_moves_what_it_made_to_the_oldest_generation
     """)
 
 
+def test_paused_moves_nothing_when_all_modules_were_imported_before() -> None:
+    run("""
+        import fractions
+        with paused():
+            import fractions
+            made = Node()
+        assert gc.isenabled()
+        assert is_in_generation(made, 0)
+    """)
+
+
 def test_garbage_made_while_paused_is_collected_later() -> None:
     run("""
         with paused():
+            import fractions
             lost = weakref.ref(Node())
         assert lost() is not None
         gc.collect()
@@ -64,6 +77,7 @@ def test_paused_exempts_objects_from_collections_where_some_are_exempt_already()
         with paused(freeze=True):
             first = Node()
         with paused():
+            import fractions
             second = Node()
         assert gc.get_freeze_count() > 0
         assert not any(is_in_generation(node, generation) for node in (first, second) for generation in range(3))
