@@ -57,7 +57,7 @@ class ExecutorConformance:
     excused: ClassVar[Sequence[str]] = ()
     """Regular expressions of leftovers of a library, in the words of `testing.leftovers`, that are not errors."""
     used: ClassVar[bool] = False
-    """Set by the tests after the first use, which initializes libraries."""
+    """Set after the first use, which initializes libraries."""
 
     def test_steps(self, engine_checkpoint: Path) -> None:
         """Prefill chunks, decodes, mixed batches and reused blocks give the same results, also with steps in flight."""
@@ -96,8 +96,11 @@ class ExecutorConformance:
                 assert speculation.accepted == speculation.verified, "a draft of the model itself was rejected"
         assert tokens[0] == tokens[1], "the tokens are not those of uniproc"
 
-    def test_start(self, engine_checkpoint: Path) -> None:
-        """start() returns a valid CacheInfo and reports Progress."""
+    def test_start_and_shutdown(self, engine_checkpoint: Path) -> None:
+        """start() returns a valid CacheInfo and reports Progress.
+
+        shutdown() works with a step in flight and twice; afterwards no step can run.
+        """
         reports: list[Any] = []
         executor = self.make(engine_checkpoint)
         executor.watch(reports.append)
@@ -111,8 +114,13 @@ class ExecutorConformance:
             assert all(seconds >= 0 for _, seconds in info.phases), f"phases took {info.phases}"
             assert all(isinstance(one, Progress) for one in reports), f"the listener received {reports}"
             assert isinstance(executor.asynchronous, bool), f"asynchronous is {executor.asynchronous!r}"
+            executor.submit(script()[0])
         finally:
             executor.shutdown()
+        executor.shutdown()
+        assert not executor.check().ok, "check() says that an executor that is shut down can run steps"
+        with pytest.raises(ExecutorError):
+            executor.submit(script()[0])
 
     def test_a_step_that_fails(self, engine_checkpoint: Path) -> None:
         """A failed step raises an ExecutorError with cause and rank, and check() reports it afterwards."""
@@ -165,17 +173,6 @@ class ExecutorConformance:
         message = str(caught.value)
         assert self.ranks == 1 or "rank" in message, f"the error does not say on which rank: {message}"
         assert executor.check().ok, "check() reports a call that was refused"
-
-    def test_shutdown(self, engine_checkpoint: Path) -> None:
-        """shutdown() works with a step in flight and twice; afterwards no step can run."""
-        executor = self.make(engine_checkpoint)
-        executor.start()
-        executor.submit(script()[0])
-        executor.shutdown()
-        executor.shutdown()
-        assert not executor.check().ok, "check() says that an executor that is shut down can run steps"
-        with pytest.raises(ExecutorError):
-            executor.submit(script()[0])
 
     def test_nothing_is_left_behind(self, engine_checkpoint: Path) -> None:
         """No thread, process, open file or entry of /dev/shm is left, except by the first use of libraries."""
@@ -239,6 +236,8 @@ class ExecutorConformance:
             yield executor
         finally:
             executor.shutdown()
+        if kind is None:
+            type(self).used = True
 
     def _use(self, model: Path) -> None:
         with self.running(model) as executor:
@@ -247,7 +246,6 @@ class ExecutorConformance:
     def _use_once(self, model: Path) -> None:
         if not self.used:
             self._use(model)
-            type(self).used = True
 
     def _settings(self, executor: type[Executor], ranks: int) -> dict[str, Any]:
         mine = self.settings if executor is self.executor else {}
