@@ -158,8 +158,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         for file in modules(package)
     }
     graph = {
-        name: set(imported_at_run_time(parse(file).body, set(files)))
-        & set(files) - {name}
+        name: set(imported_at_run_time(parse(file).body, set(files))) & set(files) - {name}
         for name, file in files.items()
     }
     try:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 import sys
@@ -20,14 +21,21 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:
-    """scripts/generate_docs.py as a module; it imports its neighbours."""
+    """scripts/generate_docs.py as a module, which makes each part once; it imports its neighbours."""
     sys.path.insert(0, str(ROOT / "scripts"))
     spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "scripts" / "generate_docs.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.PARTS = {name: (file, functools.cache(make)) for name, (file, make) in module.PARTS.items()}
     return module
+
+
+def part(generator: ModuleType, name: str) -> str:
+    """The text of a generated part."""
+    _, make = generator.PARTS[name]
+    return str(make())
 
 
 def test_generated_parts_are_up_to_date(generator: ModuleType) -> None:
@@ -62,7 +70,7 @@ def test_the_reference_has_every_contract_that_an_example_imports() -> None:
 
 
 def test_the_reference_has_what_a_public_class_inherits(generator: ModuleType) -> None:
-    text = generator.contract_reference()
+    text = part(generator, "reference")
     factory = text.partition("### LayerFactory")[2].partition("\n### ")[0]
     for method in ("linear", "qkv", "lm_head", "experts", "shard", "all_reduce"):
         assert f"def {method}(self, " in factory
@@ -71,7 +79,7 @@ def test_the_reference_has_what_a_public_class_inherits(generator: ModuleType) -
 
 
 def test_every_setting_and_option_is_documented(generator: ModuleType) -> None:
-    text = generator.settings_tables()
+    text = part(generator, "settings")
     for setting in describe():
         assert f"| `{setting.path[1]}` |" in text
         assert setting.flag is None or f"`{setting.flag}`" in text
@@ -79,7 +87,7 @@ def test_every_setting_and_option_is_documented(generator: ModuleType) -> None:
 
 
 def test_every_command_is_documented(generator: ModuleType) -> None:
-    headings = set(re.findall(r"^## (engine.*)$", generator.command_reference(), re.MULTILINE))
+    headings = set(re.findall(r"^## (engine.*)$", part(generator, "commands"), re.MULTILINE))
     assert headings >= {
         *("engine serve", "engine generate", "engine chat", "engine quantize"),
         *(f"engine bench {name}" for name in ("throughput", "latency", "serve", "startup")),
@@ -96,7 +104,7 @@ def test_a_part_that_is_not_up_to_date_is_found(generator: ModuleType, tmp_path:
 
 
 def test_the_features_are_those_of_the_registry(generator: ModuleType) -> None:
-    text = generator.features_table()
+    text = part(generator, "features")
     for registry in load_plugins().seams.values():
         for one in registry:
             if one.plugin.entry_point == "builtin":

@@ -1,4 +1,4 @@
-"""Writes checkpoints as other programs do: number by number, in Python, with nothing of what reads them."""
+"""Writes checkpoints as other programs do, with nothing of what reads them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,11 @@ PROJECTIONS = ("_proj", "_proj_with_mqa", "c_fc", ".w1", ".w2", ".w3")
 def words_along_last(numbers: np.ndarray, bits: int, order: list[int] | None = None) -> torch.Tensor:
     """[rows, columns] -> [rows, ceil(columns * bits / 32)] int32; order: which column a word's i-th place is."""
     per_word = 32 // bits
-    order = order or list(range(per_word))
     rows, columns = numbers.shape
     out = np.zeros((rows, -(-columns // per_word)), np.uint32)
-    for row in range(rows):
-        for word in range(out.shape[1]):
-            value = 0
-            for place, column in enumerate(order):
-                index = word * per_word + column
-                if index < columns:
-                    value |= int(numbers[row, index]) << (bits * place)
-            out[row, word] = value
+    for place, column in enumerate(order or range(per_word)):
+        found = numbers[:, column::per_word].astype(np.uint32)  # a last word that is not full may lack it
+        out[:, : found.shape[1]] |= found << np.uint32(bits * place)
     return torch.from_numpy(out.view(np.int32))
 
 
