@@ -25,12 +25,27 @@ GROUPS = {
         "testing/test_executors.py",
     ),
     # These start servers, which share fixtures and mostly wait.
-    "servers": ("cli", "core/hub/test_commands.py", "scripts", "server", "test_sample_plugin.py"),
+    "servers": ("server",),
+    # So do these, and other processes.
+    "commands": ("cli", "core/hub/test_commands.py", "scripts", "test_sample_plugin.py"),
 }
 """Tests that one worker runs one after the other. The tests of any other file run in one worker too, whichever is free:
 so a fixture of a module is made once."""
 
+SLOW = (
+    "core/schedulers/test_scheduler_properties.py",
+    "core/test_engine_draft_model.py",
+    "plugins/models/test_models_in_engine.py",
+    "plugins/quant/test_w4a16.py",
+    "plugins/speculators/test_eagle.py",
+    "plugins/speculators/test_eagle3.py",
+    "quantize/test_run.py",
+    "test_shape_sweep.py",
+)
+"""Files that take 5 s or more with few tests. They begin before the other files, lest one runs alone at the end."""
+
 _GROUP_OF = {PurePosixPath("tests") / name: group for group, names in GROUPS.items() for name in names}
+_SLOW = {f"tests/{name}" for name in SLOW}
 
 
 @cache
@@ -45,10 +60,15 @@ def unit_of(nodeid: str) -> str:
     return unit(nodeid.partition("::")[0])
 
 
-def in_order(nodeids: Iterable[str]) -> Callable[[str], tuple[bool, int]]:
-    """A sort key: groups come first, since they take longest, then files with many tests."""
+def in_order(nodeids: Iterable[str]) -> Callable[[str], tuple[bool, bool, int]]:
+    """A sort key: groups come first, since they take longest, then slow files, then files with many tests."""
     sizes = Counter(map(unit_of, nodeids))
-    return lambda nodeid: (unit_of(nodeid) not in GROUPS, -sizes[unit_of(nodeid)])
+
+    def place(nodeid: str) -> tuple[bool, bool, int]:
+        name = unit_of(nodeid)
+        return name not in GROUPS, name not in _SLOW, -sizes[name]
+
+    return place
 
 
 class FilesAndGroups(LoadScopeScheduling):
