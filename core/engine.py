@@ -19,6 +19,7 @@ from engine.core.async_generation import AsyncGenerator
 from engine.core.attention.base import AttentionBackend
 from engine.core.build_step_loop import StepLoopBuilder
 from engine.core.collector import paused
+from engine.core.compilation.first_start import begin_first_start
 from engine.core.config.merge import merge_arguments
 from engine.core.config.model_name import is_hub_name
 from engine.core.config.tree import EngineConfig
@@ -126,6 +127,8 @@ class Engine:
             check_names(self.config, self.plugins, objects)
         with phases.phase("import"), paused():
             set_wait_policy(self.config.executor)
+            if self.config.executor.tensor_parallel == 1:
+                begin_first_start(self.config)
             import torch  # noqa: F401  (the slowest import of all, timed as a phase of its own)
         with phases.phase("device"):
             self.device = find_device(self.config.executor.device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -15,38 +14,15 @@ from typing import Any
 import cattrs
 import torch
 import triton
-from attrs import asdict, frozen
+from attrs import asdict
+
+from engine.core.autotune.results import TuningResult, TuningResults, device_name
+from engine.core.autotune.shipped import load_shipped
 
 log = logging.getLogger(__name__)
 
 FORMAT = 2
 """Version of the file's format, a part of the file's name."""
-
-TuningResults = Mapping[tuple[str, int], "TuningResult"]
-"""By key of the op and row class."""
-
-
-@frozen(kw_only=True)
-class TuningResult:
-    """The fastest candidate of one op at one row class."""
-
-    op: str
-    """AutotunedOp.key."""
-    rows: int
-    """The row class."""
-    version: str
-    """AutotunedOp.version."""
-    candidate: str
-    """AutotunedOp.name of the fastest."""
-    seconds: float
-    default: str
-    """AutotunedOp.name of the default, which the fastest had to beat."""
-    default_seconds: float
-    """inf: the default cannot run."""
-
-    def __str__(self) -> str:
-        beaten = "" if self.candidate == self.default else f" ({self.default}: {self.default_seconds * 1e6:.1f})"
-        return f"{self.op}, {self.rows} rows: {self.candidate}, {self.seconds * 1e6:.1f} us{beaten}"
 
 
 class TuningCache:
@@ -56,8 +32,7 @@ class TuningCache:
         """machine: from `describe_machine`."""
         self._machine = dict(machine)
         digest = blake2b(json.dumps(self._machine, sort_keys=True).encode(), digest_size=8).hexdigest()
-        name = re.sub(r"[^A-Za-z0-9]+", "-", self._machine["device"]).strip("-")
-        self.path = directory / f"{name}-{digest}-v{FORMAT}.json"
+        self.path = directory / f"{device_name(self._machine)}-{digest}-v{FORMAT}.json"
 
     def load(self) -> TuningResults:
         """Read the file. One that cannot be used is ignored, with a warning."""
@@ -72,6 +47,10 @@ class TuningCache:
             log.warning("the tuning results in %s cannot be used, and are measured again: %s", self.path, error)
             return {}
         return {(result.op, result.rows): result for result in results}
+
+    def shipped(self) -> TuningResults:
+        """The results for this machine that come with the package."""
+        return load_shipped(self._machine)
 
     def store(self, results: TuningResults) -> None:
         """Replace the file atomically: a concurrent reader sees the old content or the new one."""

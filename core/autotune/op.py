@@ -86,7 +86,7 @@ class AutotunedOp(ABC, Generic[C]):
 
     @abstractmethod
     def compile(self, rows: int, candidate: C, operands: Operands) -> None:
-        """Compile a candidate without launching it, in the threads of an active triton.AsyncCompileMode."""
+        """Compile a candidate without launching it, as the active triton.AsyncCompileMode says."""
 
     @abstractmethod
     def run(self, candidate: C, x: torch.Tensor, operands: Operands) -> torch.Tensor:

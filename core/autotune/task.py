@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from attrs import field, frozen
 
-from engine.core.autotune.cache import TuningResult
 from engine.core.autotune.op import AutotunedOp, Operands
+from engine.core.autotune.results import TuningResult
 
 
 class CandidateError(Exception):
@@ -62,7 +62,7 @@ class Timer(Protocol):
     """Measures candidates."""
 
     def prepare(self, wanted: Sequence[tuple[TuningTask, Sequence[Any]]]) -> None:
-        """Compile the candidates that `seconds` will be called with, together."""
+        """Begin to compile the candidates that `seconds` will be called with."""
 
     def seconds(self, task: TuningTask, candidate: Any) -> float:
         """Seconds of one product, with weights in no cache. Raises CandidateError."""

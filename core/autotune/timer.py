@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
-from engine.core.autotune.compile_threads import compiling_in_threads
 from engine.core.autotune.op import Operands
 from engine.core.autotune.task import CandidateError, TuningTask
+from engine.core.compilation.recording import CompilingElsewhere
 from engine.ops.norm.rms_norm import add_rms_norm
 
 REPLAYS = 5
@@ -19,6 +19,14 @@ MAX_CALLS = 32
 """Products in one graph."""
 COLD_CACHE_SIZES = 3
 """Weights read by one replay, as a multiple of the L2 cache, where there are enough layers."""
+
+
+def compile_candidates(wanted: Sequence[tuple[TuningTask, Sequence[Any]]]) -> None:
+    """Begin to compile the candidates of tasks, all side by side; waits for none."""
+    with CompilingElsewhere():
+        for task, candidates in wanted:
+            for candidate in candidates:
+                task.op.compile(task.rows, candidate, task.operands[0])
 
 
 class GraphTimer:
@@ -36,11 +44,8 @@ class GraphTimer:
             self._first.capture_end()
 
     def prepare(self, wanted: Sequence[tuple[TuningTask, Sequence[Any]]]) -> None:
-        """Compile in threads. A candidate that fails here is compiled again, and fails again, in `seconds`."""
-        with compiling_in_threads():
-            for task, candidates in wanted:
-                for candidate in candidates:
-                    task.op.compile(task.rows, candidate, task.operands[0])
+        """Begin to compile in other processes. `seconds` waits for a candidate, and fails if its compilation does."""
+        compile_candidates(wanted)
 
     def seconds(self, task: TuningTask, candidate: Any) -> float:
         """Seconds of a product and the norm before it (1 to 2 us): the median of several replays."""
@@ -60,8 +65,11 @@ class GraphTimer:
 
     def _rotation(self, layers: Sequence[Operands]) -> Sequence[Operands]:
         """Enough layers that their weights exceed the L2 cache, or all."""
-        count = -(-COLD_CACHE_SIZES * self._cache_bytes // layers[0].nbytes)
-        return layers[: min(max(count, 2), MAX_CALLS)]
+        return layers[: self.cold_layers(layers[0].nbytes)]
+
+    def cold_layers(self, nbytes: int) -> int:
+        """Number of layers whose weights, of `nbytes` each, the L2 cache does not hold."""
+        return min(max(-(-COLD_CACHE_SIZES * self._cache_bytes // nbytes), 2), MAX_CALLS)
 
     def replayed(self, calls: Callable[[], None]) -> float:
         """Median seconds of a replay of what `calls` launches."""

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 
-from engine.core.autotune.cache import TuningCache, TuningResult, default_directory, describe_machine
+from engine.core.autotune.cache import TuningCache, default_directory, describe_machine
 from engine.core.autotune.op import AutotunedCall
+from engine.core.autotune.results import TuningResult, TuningResults
 from engine.core.autotune.task import CandidateError, Timer, TuningTask
-from engine.core.autotune.timer import GraphTimer
+from engine.core.autotune.timer import GraphTimer, compile_candidates
 from engine.core.errors import ExecutorError
 
 if TYPE_CHECKING:
@@ -48,12 +49,24 @@ def tune(layers: LayerFactory, directory: str = "", timer: Timer | None = None) 
     ExecutorError where no candidate of a task runs.
     """
     device = torch.device(layers.device)
-    cache = TuningCache(Path(directory) if directory else default_directory(), describe_machine(device))
-    report = tune_tasks(collect_tasks(layers), cache, timer or GraphTimer(device))
+    report = tune_tasks(collect_tasks(layers), open_cache(device, directory), timer or GraphTimer(device))
     for result in report.results:
         log.info("%s", result)
     log.info("kernels for few rows: %d of %d measured, %.1f s", report.measured, len(report.results), report.seconds)
     return report
+
+
+def begin_tuning(layers: LayerFactory, directory: str = "") -> None:
+    """Choose the kernels that cached results name, and begin to compile the candidates that `tune` will measure."""
+    tasks = collect_tasks(layers)
+    cache = open_cache(torch.device(layers.device), directory)
+    _, missing = choose_known(tasks, cache.load(), cache.shipped())
+    compile_candidates([(task, task.op.candidates(task.rows)) for task in missing])
+
+
+def open_cache(device: torch.device, directory: str) -> TuningCache:
+    """The cache of a device; directory: as for `tune`."""
+    return TuningCache(Path(directory) if directory else default_directory(), describe_machine(device))
 
 
 def collect_tasks(layers: LayerFactory) -> list[TuningTask]:
@@ -71,26 +84,43 @@ def group_calls(calls: Iterable[AutotunedCall]) -> list[TuningTask]:
 
 
 def tune_tasks(tasks: Sequence[TuningTask], cache: TuningCache, timer: Timer) -> TuningReport:
-    """Choose a candidate for each task. Tasks that the cache lacks are measured and their results stored."""
+    """Choose a candidate for each task. Tasks without a known result are measured and their results stored."""
     begin = time.perf_counter()
-    known = dict(cache.load())
-    missing = []
-    for task in tasks:
-        found = task.find(known.get(task.key))
-        for candidate in found:
-            task.choose(candidate)
-        if not found:
-            missing.append(task)
+    own = dict(cache.load())
+    known, missing = choose_known(tasks, own, cache.shipped())
     if missing:
         for task, timings in zip(missing, measure(missing, timer), strict=True):
-            candidate, known[task.key] = pick_fastest(task, timings)
+            candidate, own[task.key] = pick_fastest(task, timings)
+            known[task.key] = own[task.key]
             task.choose(candidate)
-        cache.store(known)
+        cache.store(own)
     return TuningReport(
         results=tuple(known[task.key] for task in tasks),
         measured=len(missing),
         seconds=time.perf_counter() - begin,
     )
+
+
+def choose_known(
+    tasks: Iterable[TuningTask], *sources: TuningResults
+) -> tuple[dict[tuple[str, int], TuningResult], list[TuningTask]]:
+    """Use the candidates of known results, of the first source that has one that still holds.
+
+    Returns these results, and the tasks without any.
+    """
+    known: dict[tuple[str, int], TuningResult] = {}
+    missing = []
+    for task in tasks:
+        for results in sources:
+            result = results.get(task.key)
+            found = task.find(result)
+            if result is not None and found:
+                known[task.key] = result
+                task.choose(found[0])
+                break
+        else:
+            missing.append(task)
+    return known, missing
 
 
 def measure(tasks: Sequence[TuningTask], timer: Timer) -> list[dict[Any, float]]:

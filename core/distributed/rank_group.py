@@ -7,7 +7,8 @@ follow from the steps, which are the same on all ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -57,6 +58,11 @@ class RankGroup(ABC):
     @abstractmethod
     def minimum(self, number: int) -> int:
         """The smallest of all ranks' numbers. Waits for all ranks."""
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Have operations inside return this rank's tensors, without waiting for the other ranks, which call none."""
+        yield
 
     @abstractmethod
     def close(self) -> None:
@@ -120,6 +126,7 @@ class TorchGroup(RankGroup):
         """Does the all-reduces that it supports, in place of the backend."""
         self._backend: _Backend | None = backend
         self._device = device
+        self._is_alone = False
         self._sum, self._min = _options(_c10d.AllreduceOptions), _options(_c10d.AllreduceOptions)
         self._min.reduceOp = _c10d.ReduceOp.MIN
         self._gather = _options(_c10d.AllgatherOptions)
@@ -133,7 +140,7 @@ class TorchGroup(RankGroup):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        if self.peers is not None and self.peers.supports(x):
+        if self.peers is not None and not self._is_alone and self.peers.supports(x):
             return self.peers.all_reduce(x)
         self._do("all_reduce", lambda backend: backend.allreduce([x], self._sum))
         return x
@@ -157,6 +164,14 @@ class TorchGroup(RankGroup):
         self._do("minimum", lambda backend: backend.allreduce([held], self._min))
         return int(held.item())
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
+
     def close(self) -> None:
         """As RankGroup.close. Must not be called while work is in progress on the device."""
         if self.peers is not None:
@@ -167,6 +182,8 @@ class TorchGroup(RankGroup):
             backend.shutdown()
 
     def _do(self, operation: str, launch: Callable[[_Backend], Any]) -> None:
+        if self._is_alone:
+            return
         with _Attributed(self.rank, self.ranks, operation):
             if self._backend is None:
                 raise ExecutorError(f"rank {self.rank} of {self.ranks} has left the others; {operation} cannot be done")

@@ -3,18 +3,14 @@ full step."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from engine.core.errors import CheckpointError, ExecutorError, StepFaultError
 from engine.core.executors.base import Executor, Health
 from engine.core.plugin_host.faults import PluginCall, expect, name_fault, shown
 from engine.core.schedulers.block_kinds import longest_context
-from engine.core.schedulers.prompt_step import STEP, prompt_step
-from engine.core.types import NO_TOKEN, CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step, StepResult
-
-SEQUENCE = 0
-"""Number of the rehearsal's sequence; the scheduler's begin with 1."""
+from engine.core.schedulers.prompt_step import SEQUENCE, STEP, chunked_prompt_steps, prompt_step
+from engine.core.types import NO_TOKEN, CacheInfo, Step, StepResult
 
 
 def rehearse(
@@ -31,9 +27,8 @@ def rehearse(
 ) -> None:
     """Run a prompt in two chunks and one decode step, on all ranks, and check every answer of the executor.
 
-    The first chunk is one token, since attention backends have a kernel of its own for few tokens. The steps compute
-    sequences that no scheduler knows. A last step, of nothing else, makes the runner forget them; what remains are keys
-    and values in blocks that are free.
+    The steps compute sequences that no scheduler knows. A last step, of nothing else, makes the runner forget them;
+    what remains are keys and values in blocks that are free.
 
     owner: how errors name the executor's plugin. max_tokens: of a step. full: also run a step of as many tokens as a
     step may have. A GPU's allocator then holds the memory that the first burst of requests needs; to allocate it takes
@@ -44,16 +39,7 @@ def rehearse(
     length = min(cache.block_size + 1, max_len - 1, max_tokens, fits - 1)
     if length < 1:
         return  # there is no room for a prompt and a token
-    params = SamplingParams(temperature=0.0, seed=0)
-    prompt = NewSequence(sequence=SEQUENCE, tokens=(0,) * length, prompt_len=length, params=params)
-    indices, free = -(-(length + 1) // cache.block_size), itertools.count()
-    tables = tuple(tuple(itertools.islice(free, indices * kind.groups)) for kind in cache.kinds)
-    blocks = tuple((SEQUENCE * len(tables) + number, table) for number, table in enumerate(tables))
-    first = PrefillChunk(SEQUENCE, 0, 1, length == 1)
-    steps = [Step(id=STEP, decodes=(), chunks=(first,), new=(prompt,), blocks=blocks, propose=propose)]
-    if length > 1:
-        rest = PrefillChunk(SEQUENCE, 1, length - 1, True)
-        steps.append(Step(id=STEP, decodes=(), chunks=(rest,), propose=propose))
+    steps = chunked_prompt_steps(length, cache.kinds, cache.block_size, propose=propose)
     steps.append(Step(id=STEP, decodes=(SEQUENCE,), chunks=(), propose=propose))
     asynchronous = executor.asynchronous
     expect(isinstance(asynchronous, bool), owner, "asynchronous", asynchronous, "True or False")

@@ -149,13 +149,15 @@ def tensor_error(
     """
     import torch
 
-    wanted = f"[{', '.join('any' if size is None else str(size) for size in shape)}] {' or '.join(dtypes)} on {device}"
     if isinstance(found, torch.Tensor):
-        sizes = [own if size is None else size for own, size in zip(found.shape, shape, strict=False)]
-        fits = found.dim() == len(shape) and list(found.shape) == sizes
-        right = fits and _name(found.dtype) in dtypes and found.device == device
-        return None if right else f"{describe(found)}, not of {wanted}"
-    return f"{describe(found)}, not a tensor of {wanted}"
+        sizes = found.shape
+        fits = len(sizes) == len(shape) and all(
+            size is None or own == size for own, size in zip(sizes, shape, strict=True)
+        )
+        if fits and _name(found.dtype) in dtypes and found.device == device:
+            return None
+    wanted = f"[{', '.join('any' if size is None else str(size) for size in shape)}] {' or '.join(dtypes)} on {device}"
+    return f"{describe(found)}, not {'' if isinstance(found, torch.Tensor) else 'a tensor '}of {wanted}"
 
 
 def describe(found: object) -> str:
@@ -167,5 +169,6 @@ def describe(found: object) -> str:
     return "None" if found is None else f"an object of class {type(found).__qualname__}"
 
 
+@functools.cache
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -21,7 +21,7 @@ from engine.core.models.forward_pass import ForwardPass
 from engine.core.runner.build_batch import group_batch
 from engine.core.runner.draft_batch import DraftBatch
 from engine.core.runner.graph_capture import GraphCapturer, weak_ref_tensor
-from engine.core.runner.graph_sizes import batch_sizes
+from engine.core.runner.graph_sizes import batch_sizes, recorded_sizes
 from engine.core.sampling.sampled_tokens import SampledTokens
 from engine.core.schedulers.policy import MAX_DECODE_STEPS
 from engine.core.transfer import to_device
@@ -118,24 +118,17 @@ class DecodeGraphs:
         self._host_rows = np.zeros(0, np.int64)
 
     @torch.inference_mode()
-    def compile_ahead(self) -> None:
-        """Compile what the captures will launch, all kernels side by side, without launching any.
-
-        A capture launches its kernels once before, and so compiles them one after the other. For a start that finds few
-        of them on disk; otherwise it only takes time. For Triton kernels, without other ranks to wait for.
-        """
-        from engine.core.autotune.compile_threads import compiling_only
-
+    def run_without_graphs(self) -> None:
+        """Launch the kernels of the captures once, kernel by kernel, for padding rows."""
         first, *others = self._sampler.graph_paths
-        with compiling_only():
-            for size in self._sizes:
-                self._pad(size)
-                run = self._state.graph_pass(self.batch(size), GraphSlot(num_sequences=size))
-                self._step(run, size, first)
-                for path in others:
-                    captured = self._sample_alone(size, path)
-                    if not isinstance(captured, torch.Tensor):
-                        self._end(self._rows[:size], captured)
+        for size in recorded_sizes(self._sizes):
+            self._pad(size)
+            run = self._state.graph_pass(self.batch(size), GraphSlot(num_sequences=size))
+            self._step(run, size, first)
+            for path in others:
+                captured = self._sample_alone(size, path)
+                if not isinstance(captured, torch.Tensor):
+                    self._end(self._rows[:size], captured)
 
     def capture_all(self, on_progress: Callable[[int, int], None]) -> None:
         """Capture each sampling path for every batch size, the largest first, whose memory serves the others.

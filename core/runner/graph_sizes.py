@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+ALL_RECORDED = 64
+"""Up to this batch size, each may have kernels of its own."""
 MAX_TOKENS = 1024
 """Larger steps keep the device busy for longer than the host takes to launch their kernels one by one."""
 
@@ -25,3 +29,8 @@ def token_counts(max_batch_tokens: int) -> list[int]:
     beyond."""
     counts = [*range(64, 513, 64), *range(640, MAX_TOKENS + 1, 128)]
     return [count for count in counts if count <= max_batch_tokens]
+
+
+def recorded_sizes(sizes: Sequence[int]) -> list[int]:
+    """The batch sizes whose kernels are most likely those of all: small ones, powers of two, and the largest."""
+    return [size for size in sizes if size <= ALL_RECORDED or size & (size - 1) == 0 or size == sizes[-1]]

@@ -7,7 +7,7 @@ the number of tokens. A layer then costs the host one replay and one call of the
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -148,6 +148,11 @@ class PiecewiseGraphs:
         run = self._state.unplanned_pass(self._batch(count))
         with within:
             self._forward(run, [], on_break)
+
+    def run_all_without_graphs(self) -> None:
+        """Run the kernels of all graphs once, one by one, for padding tokens, without attention."""
+        for count in self._counts:
+            self.run_without_graphs(count, nullcontext(), lambda: None)
 
     def _capture(self, count: int) -> _CapturedStep:
         run = self._state.unplanned_pass(self._batch(count))

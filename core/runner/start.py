@@ -33,7 +33,6 @@ from engine.core.plugin_host.derived import (
     resolve_dtype,
     resolve_kv_dtype,
     shape_of,
-    use_graphs,
 )
 from engine.core.plugin_host.faults import TRACEBACK, blame, expect, name_fault
 from engine.core.plugin_host.result_checks import ResultChecks
@@ -55,13 +54,14 @@ from engine.core.runner.memory import (
     plan_memory,
 )
 from engine.core.runner.persistent_batch import PersistentBatch
+from engine.core.runner.start_graphs import GraphStart
 from engine.core.runner.step import StepLauncher, enter_device
 from engine.core.runner.warm_up import MAX_KERNEL_ROWS, warm_up_sampling, warm_up_verification
 from engine.core.sampling.sampler import Sampler
 from engine.core.sampling.token_counts import TokenCounts
-from engine.core.schedulers.prompt_step import prompt_step
+from engine.core.schedulers.prompt_step import chunked_prompt_steps, prompt_step
 from engine.core.startup import Phases
-from engine.core.types import NO_TOKEN, CacheInfo
+from engine.core.types import NO_TOKEN, CacheInfo, Step
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.loader import WeightSource, load_weights, weight_source
 
@@ -112,8 +112,6 @@ class RunnerStart:
         self._attention = self.checks.attention(parts.attention, self.layout)
         self.layers: LayerFactory | None = None
         """The factory that made the model's layers, once the model is made."""
-        self._is_first = False
-        """Whether kernels had to be measured, so that most of the others will have to be compiled, too."""
         self._drafter: DrafterStart | None = None
         if parts.drafter is not None:
             from engine.core.runner.drafter_start import DrafterStart
@@ -126,6 +124,11 @@ class RunnerStart:
     def run(self, phases: Phases) -> tuple[StepLauncher, CacheInfo]:
         """Start the rank. Raises CheckpointError or CapacityError."""
         enter_device(self._device)
+        has_kernels = self._fused and self._device.type == "cuda"
+        if has_kernels:
+            from engine.core.runner.compile_ahead import begin_key, compile_ahead, end_compile_ahead
+
+            begin_key()
         with phases.phase("model"):
             free = free_memory(self._device)
             if self._device.type == "cpu":
@@ -139,12 +142,14 @@ class RunnerStart:
                 self._drafter.load(phases)
         kv_scales = find_kv_scales(self._spec, layers.kv_scales)
         self._sinks = find_sinks(self._spec, layers.sinks, self._parts.owner("models"))
-        if self._fused and self._device.type == "cuda":
+        if has_kernels:
             from engine.core.autotune.tuner import tune
 
+            with phases.phase("recording"):
+                compile_ahead(self._config, self._group, factories, lambda: self._record_launches(model, kv_scales))
             with phases.phase("tuning"):
-                reports = [tune(factory, self._config.executor.kernel_cache) for factory in factories]
-            self._is_first = any(report.measured for report in reports)
+                for factory in factories:
+                    tune(factory, self._config.executor.kernel_cache)
         weights = layers.nbytes + (0 if self._drafter is None else self._drafter.nbytes)
         with phases.phase("memory"):
             activations = self._measure_activations(model, kv_scales)
@@ -156,7 +161,7 @@ class RunnerStart:
             with phases.phase("kv_cache"):
                 state = self._make_state(model, num_blocks, kv_scales)
             with phases.phase("graphs"), self._name_fault("the capture of CUDA graphs"):
-                graphs = self._capture_graphs(state, phases)
+                graphs = self._graphs.capture(state, phases)
             if self._device.type == "cuda":
                 with phases.phase("warm_up"), self._name_fault("the warm-up"):
                     self._warm_up(state)
@@ -165,7 +170,9 @@ class RunnerStart:
                 f"the KV cache of {format_bytes(plan.kv)} and the CUDA graphs do not fit on {self._name} together;"
                 " use a lower --memory-fraction, --kv-memory or --max-running"
             ) from error
-        first_uses = FirstUses(counts_kernels=self._fused and self._device.type == "cuda", decode_graphs=graphs.decode)
+        if has_kernels:
+            end_compile_ahead(self._config)
+        first_uses = FirstUses(counts_kernels=has_kernels, decode_graphs=graphs.decode)
         cost = count_model(layers, self.layout).condensed()
         return StepLauncher(self._device, state, graphs, first_uses), self._cache_info(plan, num_blocks, phases, cost)
 
@@ -215,8 +222,7 @@ class RunnerStart:
         """
         if self._device.type == "cpu":
             return estimate_activations(self._model_spec, self._config, self._dtype, speculates=self._speculates)
-        scheduler = self._config.scheduler
-        tokens = min(scheduler.max_batch_tokens, scheduler.max_running * self._spec.max_len)
+        tokens = self._max_step_tokens
         try:
             peak = self._measure_trial_step(model, kv_scales, tokens)
         except torch.OutOfMemoryError as error:
@@ -228,14 +234,28 @@ class RunnerStart:
         rows = min(max_sampling_rows(self._config, speculates=self._speculates), tokens)
         return peak + logits_bytes(self._model_spec, rows)
 
-    def _measure_trial_step(self, model: Model, kv_scales: tuple[KVScales, ...], tokens: int) -> int:
-        """Peak bytes of one step of `tokens` prompt tokens, run on a device state of its own, which is then freed."""
+    @property
+    def _max_step_tokens(self) -> int:
+        scheduler = self._config.scheduler
+        return min(scheduler.max_batch_tokens, scheduler.max_running * self._spec.max_len)
+
+    def _trial_step(self, tokens: int) -> Step:
+        """A step of `tokens` prompt tokens."""
         prompts, rest = divmod(tokens, self._spec.max_len)
         lengths = [self._spec.max_len] * prompts + ([rest] if rest else [])
         step = prompt_step(lengths, self.layout.kinds, self._spec.block_size)
         if self._drafter is not None:
             step = evolve(step, propose=self._config.speculator.max_drafts)
-        state = self._make_state(model, sum(len(blocks) for _, blocks in step.blocks), kv_scales)
+        return step
+
+    def _make_trial_state(self, model: Model, step: Step, kv_scales: tuple[KVScales, ...]) -> DeviceState:
+        """A device state with the blocks of one step."""
+        return self._make_state(model, sum(len(blocks) for _, blocks in step.blocks), kv_scales)
+
+    def _measure_trial_step(self, model: Model, kv_scales: tuple[KVScales, ...], tokens: int) -> int:
+        """Peak bytes of one step of `tokens` prompt tokens, run on a device state of its own, which is then freed."""
+        step = self._trial_step(tokens)
+        state = self._make_trial_state(model, step, kv_scales)
         torch.cuda.reset_peak_memory_stats(self._name)
         before = torch.cuda.memory_allocated(self._name)
         with self._name_fault("the first step"):
@@ -246,6 +266,22 @@ class RunnerStart:
                 "numbers outgrow this dtype: try bfloat16 or float32"
             )
         return torch.cuda.max_memory_allocated(self._name) - before
+
+    def _record_launches(self, model: Model, kv_scales: tuple[KVScales, ...]) -> None:
+        """Launch what the rest of the start will, on a device state of its own, which is then freed."""
+        step = self._trial_step(self._max_step_tokens)
+        state = self._make_trial_state(model, step, kv_scales)
+        launcher = StepLauncher(self._device, state, StepGraphs())
+        launcher.launch(step)
+        launcher.forget(Step(id=step.id, decodes=(), chunks=(), finished=tuple(one.sequence for one in step.new)))
+        graphs, _ = self._graphs.make(state)
+        if graphs.decode is not None:
+            graphs.decode.run_without_graphs()
+        if graphs.piecewise is not None:
+            graphs.piecewise.run_all_without_graphs()
+        self._warm_up(state)
+        for step in chunked_prompt_steps(self._spec.block_size, self.layout.kinds, self._spec.block_size):
+            launcher.launch(step)
 
     def _plan_memory(self, free: int, weights: int, activations: int, kernels: int) -> MemoryPlan:
         share = self._config.cache.memory_fraction or MEMORY_SHARE[self._device.type]
@@ -260,6 +296,19 @@ class RunnerStart:
             states=self.layout.state_bytes(self._config.scheduler.max_running),
             bytes_per_block=self._bytes_per_block,
             penalties=TokenCounts.max_bytes(self._model_spec.vocab_size, self._config.scheduler.max_running),
+        )
+
+    @cached_property
+    def _graphs(self) -> GraphStart:
+        return GraphStart(
+            config=self._config,
+            device=self._device,
+            hidden_size=self._model_spec.hidden_size,
+            dtype=self._dtype,
+            max_len=self._spec.max_len,
+            layout=self.layout,
+            fused=self._fused,
+            speculates=self._speculates,
         )
 
     @property
@@ -309,46 +358,6 @@ class RunnerStart:
         return DeviceState(
             model=model, groups=tuple(groups), persistent_batch=persistent_batch, sampler=sampler, drafter=drafter
         )
-
-    def _capture_graphs(self, state: DeviceState, phases: Phases) -> StepGraphs:
-        """Capture the CUDA graphs that the configuration, the device and the attention backend allow."""
-        groups = state.groups if state.drafter is None else (*state.groups, *state.drafter.groups)
-        backends = [group.attention for group in groups if group.attention is not None]
-        if not backends or not all(
-            use_graphs(self._config, backend, state.model, self._device) for backend in backends
-        ):
-            return StepGraphs()
-        from engine.core.runner.cuda_graphs import DecodeGraphs
-        from engine.core.runner.graph_capture import GraphCapturer
-        from engine.core.runner.piecewise_graphs import PiecewiseGraphs
-
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # a capture cannot reclaim the memory that the allocator caches
-        scheduler = self._config.scheduler
-        capturer = GraphCapturer(torch.device(self._name))
-        decode = DecodeGraphs(
-            state,
-            capturer,
-            max_running=scheduler.max_running,
-            max_len=self._spec.max_len,
-            hidden_size=self._model_spec.hidden_size,
-            dtype=torch_dtype(self._dtype),
-            fused=self._fused,
-            windows=[kind.window for kind in self.layout.kinds for _ in range(kind.groups)],
-            max_drafts=self._config.speculator.max_drafts if self._speculates else 0,
-        )
-        if self._is_first and self._group.ranks == 1:
-            decode.compile_ahead()
-        decode.capture_all(lambda done, total: phases.progress(done, total, "decode graphs"))
-        if state.drafter is not None and state.drafter.no_graphs is None:
-            state.drafter.capture(decode, capturer, lambda done, total: phases.progress(done, total, "drafting graphs"))
-        if self._config.executor.graphs == "decode" or self.layout.states:  # a state is computed by sequence
-            return StepGraphs(decode=decode)
-        piecewise = PiecewiseGraphs(
-            state, capturer, max_batch_tokens=scheduler.max_batch_tokens, device=torch.device(self._name)
-        )
-        piecewise.capture_all(lambda done, total: phases.progress(done, total, "token counts"))
-        return StepGraphs(decode=decode, piecewise=piecewise)
 
     def _warm_up(self, state: DeviceState) -> None:
         """Run what no CUDA graph holds and the trial step did not need."""

@@ -1,4 +1,4 @@
-"""A step of whole prompts, which no scheduler planned: the start measures its memory, the rehearsal runs it."""
+"""Steps of prompts that no scheduler planned: the start measures the memory of one, and the rehearsal runs some."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from engine.core.types import BlockKind, NewSequence, PrefillChunk, SamplingPara
 
 STEP = 0
 """Number of the steps before the first request; the scheduler's begin with 1."""
+SEQUENCE = 0
+"""Number of the first sequence of these steps; the scheduler's begin with 1."""
 
 
 def prompt_step(lengths: Iterable[int], kinds: Sequence[BlockKind], block_size: int, *, first: int = 0) -> Step:
@@ -27,3 +29,21 @@ def prompt_step(lengths: Iterable[int], kinds: Sequence[BlockKind], block_size: 
             blocks.append((table, tuple(itertools.islice(free, indices * kind.groups))))
     chunks = tuple(PrefillChunk(one.sequence, 0, one.prompt_len, True) for one in prompts)
     return Step(id=STEP, decodes=(), chunks=chunks, new=tuple(prompts), blocks=tuple(blocks))
+
+
+def chunked_prompt_steps(length: int, kinds: Sequence[BlockKind], block_size: int, *, propose: int = 0) -> list[Step]:
+    """Steps that compute one prompt in two chunks, the first of one token, and sample its next token greedily.
+
+    Attention backends have a kernel of its own for few tokens. The blocks hold one more token. propose: Step.propose.
+    """
+    params = SamplingParams(temperature=0.0, seed=0)
+    prompt = NewSequence(sequence=SEQUENCE, tokens=(0,) * length, prompt_len=length, params=params)
+    indices, free = -(-(length + 1) // block_size), itertools.count()
+    tables = tuple(tuple(itertools.islice(free, indices * kind.groups)) for kind in kinds)
+    blocks = tuple((SEQUENCE * len(tables) + number, table) for number, table in enumerate(tables))
+    first = PrefillChunk(SEQUENCE, 0, 1, length == 1)
+    steps = [Step(id=STEP, decodes=(), chunks=(first,), new=(prompt,), blocks=blocks, propose=propose)]
+    if length > 1:
+        rest = PrefillChunk(SEQUENCE, 1, length - 1, True)
+        steps.append(Step(id=STEP, decodes=(), chunks=(rest,), propose=propose))
+    return steps

@@ -205,8 +205,7 @@ def launch(
 ) -> None:
     """Write to `out`, [rows, outputs], a 16-bit dtype. The rest as in scaled_matmul.matmul, with at least one row.
 
-    compile_only: compile in the threads of an active triton.AsyncCompileMode, without a launch. tile: of 128 or 256
-    outputs.
+    compile_only: compile without a launch, as the active triton.AsyncCompileMode says. tile: of 128 or 256 outputs.
     """
     layout_8_bit = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     layout_16_bit = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -254,7 +254,7 @@ def compile_matmul(
     *,
     scale_rows: int = 0,
 ) -> None:
-    """Compile what `matmul` would launch, in the threads of an active triton.AsyncCompileMode."""
+    """Compile what `matmul` would launch, as the active triton.AsyncCompileMode says."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
     if tile.persistent:
         persistent_matmul.launch(out, x, x_scale, weight, scale, bias, tile, workspace, compile_only=True)

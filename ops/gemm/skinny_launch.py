@@ -157,7 +157,7 @@ class SkinnyLaunch:
         return reduce_max(peaks, tokens)
 
     def compile(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Compile without a launch, in the threads of an active triton.AsyncCompileMode."""
+        """Compile without a launch, as the active triton.AsyncCompileMode says."""
         out = x.new_empty(1, dtype=torch.float32 if self.shape.epilogue == "argmax" else x.dtype)
         tokens = out.new_empty(1, dtype=torch.int32) if self.shape.epilogue == "argmax" else out
         self._kernel.warmup(

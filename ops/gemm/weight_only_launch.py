@@ -130,7 +130,7 @@ class WeightOnlyMatmul:
         tile: WeightOnlyTile | WeightOnlyVectorTile,
         activation: str = "silu",
     ) -> None:
-        """Compile what `multiply_by_tile` would launch, in the threads of an active triton.AsyncCompileMode."""
+        """Compile what `multiply_by_tile` would launch, as the active triton.AsyncCompileMode says."""
         kernel, arguments, constants = self._launch(x, x, matrix, bias, gated, tile, activation)
         kernel.warmup(*arguments, grid=(1,), **constants)
 

@@ -251,7 +251,7 @@ class W8A8Matmul:
     def compile(
         self, rows: int, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None, tile: W8A8Tile
     ) -> None:
-        """Compile what `multiply` would launch, in the threads of an active triton.AsyncCompileMode."""
+        """Compile what `multiply` would launch, as the active triton.AsyncCompileMode says."""
         weight, scale = weights["weight"], weights["scale"]
         per_block = self.scaling.per_block
         quantized, x_scale = empty_quantized(rows, self.inputs, weight.dtype, weight.device, per_block=per_block)

@@ -21,7 +21,7 @@ from engine.core.distributed.rank_group import OneRank, RankGroup, TorchGroup, j
 from engine.core.distributed.rendezvous import MeetingPoint, Rendezvous
 from engine.core.errors import ConfigError, ExecutorError
 from engine.core.layers import LayerFactory
-from engine.core.runner import graph_capture, start
+from engine.core.runner import graph_capture, start, start_graphs
 from engine.core.runner.runner import Runner
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.loader import SafetensorsSource, load_weights
@@ -151,7 +151,7 @@ def test_replayed_steps_equal_one_rank(checkpoints: Any, monkeypatch: pytest.Mon
     with build(path) as one:
         expected = [tokens_of(one, params) for params in (GREEDY, mixed)]
     monkeypatch.setattr(graph_capture, "GraphCapturer", ReplayByRunning)
-    monkeypatch.setattr(start, "use_graphs", lambda config, attention, model, device: True)
+    monkeypatch.setattr(start_graphs, "use_graphs", lambda config, attention, model, device: True)
     with build(path, 2, attention=FixedAttention, executor__graphs="decode") as shared:
         assert [tokens_of(shared, params) for params in (GREEDY, mixed)] == expected
 
@@ -258,6 +258,19 @@ def test_group_reduces_gathers_and_broadcasts() -> None:
         assert torch.equal(gathered.float(), torch.stack([base, base + 1, base + 2]))
         assert first.tolist() == [5]
         assert least == 5
+
+
+def test_a_rank_that_is_alone_waits_for_no_other() -> None:
+    def work(group: RankGroup) -> float:
+        if group.rank == 0:
+            with group.alone():
+                assert group.all_reduce(torch.ones(2)).tolist() == [1, 1]
+                assert group.all_gather(torch.ones(2)).shape == (2, 2)
+                assert group.broadcast(torch.ones(2)).tolist() == [1, 1]
+                assert group.minimum(7) == 7
+        return group.all_reduce(torch.tensor([1.0])).item()
+
+    assert run_ranks(2, work) == [2, 2]
 
 
 def test_vocab_parallel_head_has_all_logits_and_the_first_of_equal_ones() -> None:

@@ -21,7 +21,7 @@ from engine.core.layers.linear import PlainKernel
 from engine.core.plugin_host.faults import blame
 from engine.core.plugin_host.load import load_plugins
 from engine.core.runner.runner import Runner
-from engine.core.runner.start import RunnerStart
+from engine.core.runner.start_graphs import GraphStart
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.types import SamplingParams
 from engine.plugins.attention.torch import TorchAttention
@@ -310,7 +310,7 @@ def test_a_class_that_was_passed_in(make_engine: Any) -> None:
 
 def test_what_several_do_together_names_all(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        RunnerStart, "_capture_graphs", raising(RuntimeError("operation not permitted when stream is capturing"))
+        GraphStart, "capture", raising(RuntimeError("operation not permitted when stream is capturing"))
     )
     told = r"^model 'llama' of .*, attention '\w+' of .* or quant 'none' of .* failed in the capture of CUDA graphs: "
     with pytest.raises(PluginFaultError, match=told):

@@ -11,7 +11,7 @@ import torch
 
 from engine.core import Engine, SamplingParams
 from engine.core.models.forward_pass import ForwardPass
-from engine.core.runner import graph_capture, start
+from engine.core.runner import graph_capture, start_graphs
 from engine.core.runner.device_state import DeviceState, GroupState
 from engine.core.runner.piecewise_graphs import PiecewiseGraphs
 from engine.core.types import Request
@@ -95,7 +95,7 @@ def test_replays_of_decode_steps_give_the_tokens_of_plain_steps(
     windowed: Windowed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graph_capture, "GraphCapturer", ReplayByRunning)
-    monkeypatch.setattr(start, "use_graphs", lambda *_: True)
+    monkeypatch.setattr(start_graphs, "use_graphs", lambda *_: True)
     settings = {"executor__graphs": "decode", "scheduler__max_running": 3, "model__max_len": 288}
     with windowed.engine(attention=FixedAttention, **settings) as engine:
         assert tokens_of(engine) == windowed.expected
@@ -105,7 +105,7 @@ def test_replays_that_verify_drafts_give_the_tokens_of_plain_steps(
     windowed: Windowed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graph_capture, "GraphCapturer", ReplayByRunning)
-    monkeypatch.setattr(start, "use_graphs", lambda *_: True)
+    monkeypatch.setattr(start_graphs, "use_graphs", lambda *_: True)
     settings = {"executor__graphs": "decode", "scheduler__max_running": 12, "model__max_len": 288}
     Told.tell({tuple(PROMPTS[at]): windowed.expected[at] for at in (0, 3)}, 3)
     with windowed.engine(attention=FixedAttention, **settings, speculator=Told, speculator__length="fixed") as engine:

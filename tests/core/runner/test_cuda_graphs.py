@@ -225,42 +225,44 @@ def test_a_profile_by_layer_between_replays_runs_their_steps_without_graphs_and_
             assert [tuple(one) for one in tokens.values()] == tokens_of(plain, params)
 
 
-def test_compiling_ahead_changes_no_token(
+def test_running_the_kernels_of_all_graphs_changes_no_token(
     checkpoint: Path, expected: list[tuple[int, ...]], replays: type[ReplayByRunning], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_all = cuda_graphs.DecodeGraphs.capture_all
 
-    def after_compiling(self: cuda_graphs.DecodeGraphs, on_progress: Callable[[int, int], None]) -> None:
-        self.compile_ahead()
+    def after_running(self: cuda_graphs.DecodeGraphs, on_progress: Callable[[int, int], None]) -> None:
+        self.run_without_graphs()
         capture_all(self, on_progress)
 
-    monkeypatch.setattr(cuda_graphs.DecodeGraphs, "capture_all", after_compiling)
+    monkeypatch.setattr(cuda_graphs.DecodeGraphs, "capture_all", after_running)
     with build(checkpoint, attention=FixedAttention) as engine:
         assert tokens_of(engine) == expected
 
 
 @pytest.mark.gpu
-def test_captures_compile_nothing_after_the_first_start_has_compiled_ahead(
+def test_captures_of_a_first_start_find_all_kernels_on_disk(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The captures of a first start, with nothing on disk."""
+    """With nothing on disk before: what the captures launch has been recorded, and compiled in another process."""
     import triton
 
-    compiled: list[str] = []
-    during_captures: list[str] = []
-    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda src, **_: compiled.append(src.name))
+    loaded: list[tuple[str, bool]] = []
+    during_captures: list[tuple[str, bool]] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    listener = lambda src, cache_hit, **_: loaded.append((src.name, cache_hit))  # noqa: E731
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listener)
     capture_all = cuda_graphs.DecodeGraphs.capture_all
 
     def counted(self: cuda_graphs.DecodeGraphs, on_progress: Callable[[int, int], None]) -> None:
-        before = len(compiled)
+        before = len(loaded)
         capture_all(self, on_progress)
-        during_captures.extend(compiled[before:])
+        during_captures.extend(loaded[before:])
 
     monkeypatch.setattr(cuda_graphs.DecodeGraphs, "capture_all", counted)
     settings = {"executor__device": "cuda", "model__dtype": "bfloat16", "running": 32}
     with build(checkpoint, executor__kernel_cache=str(tmp_path), **settings):
-        assert "_decode_kernel" in compiled
-        assert during_captures == []
+        assert ("_decode_kernel", True) in during_captures
+        assert [name for name, on_disk in during_captures if not on_disk] == []
 
 
 class SegmentsWithoutGraphs(ReplayByRunning):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.core.runner.graph_sizes import MAX_TOKENS, batch_sizes, token_counts
+from engine.core.runner.graph_sizes import MAX_TOKENS, batch_sizes, recorded_sizes, token_counts
 
 
 def test_batch_sizes_reach_the_maximum_and_pad_little() -> None:
@@ -22,3 +22,10 @@ def test_token_counts_pad_little() -> None:
         fits = min(count for count in counts if count >= tokens)
         assert fits - tokens < max(64, fits // 4)
     assert token_counts(100) == [64]
+
+
+def test_recorded_sizes_are_the_small_the_powers_of_two_and_the_largest() -> None:
+    sizes = batch_sizes(1000)
+    recorded = recorded_sizes(sizes)
+    assert recorded == [*(size for size in sizes if size <= 64), 128, 256, 512, 1000]
+    assert recorded_sizes([3]) == [3]

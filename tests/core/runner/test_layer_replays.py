@@ -13,7 +13,7 @@ import torch
 
 from engine.core import Engine, Request
 from engine.core.profiling.layer_events import BREAK
-from engine.core.runner import graph_capture, layer_profile, start
+from engine.core.runner import graph_capture, layer_profile, start_graphs
 from engine.testing.checkpoints import make_checkpoint
 
 from .replays import ReplayByRunning
@@ -93,7 +93,7 @@ class MarkedReplays(ReplayByRunning):
 def marked_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs on a CPU, whose profile is read as a GPU's."""
     monkeypatch.setattr(graph_capture, "GraphCapturer", MarkedReplays)
-    monkeypatch.setattr(start, "use_graphs", lambda *_: True)
+    monkeypatch.setattr(start_graphs, "use_graphs", lambda *_: True)
     attribute = layer_profile.attribute
 
     def as_on_a_gpu(events: list[Any], **arguments: Any) -> Any:

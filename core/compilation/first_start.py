@@ -1,0 +1,91 @@
+"""Tells the first start of a configuration, whose kernels have to be compiled, from later ones.
+
+A start that has ended leaves a mark in Triton's cache directory, so that kernels and mark are deleted together.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import engine
+
+if TYPE_CHECKING:
+    from engine.core.config.tree import EngineConfig
+
+log = logging.getLogger(__name__)
+
+MARKS = "engine-starts"
+KERNELS = ("ops", "core/layers", "core/sampling", "plugins")
+"""Folders of the package with kernels, or with what chooses them."""
+
+
+def begin_first_start(config: EngineConfig) -> None:
+    """Start the compile server if an engine will need it. Called before torch is imported, which takes as long."""
+    if _may_use_gpu(config) and is_first_start(config):
+        from engine.core.compilation.client import SHARED
+
+        SHARED.begin()
+
+
+def is_first_start(config: EngineConfig) -> bool:
+    """Whether no start of this configuration, by these versions, has ended on this machine."""
+    return not os.path.exists(_mark(config))  # False too where the directory cannot be read
+
+
+def mark_started(config: EngineConfig) -> None:
+    """Note that the kernels of a configuration are on disk."""
+    mark = _mark(config)
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as error:
+        log.debug("the next start is taken for the first: %s", error)
+
+
+def _may_use_gpu(config: EngineConfig) -> bool:
+    """Whether an engine will most likely launch Triton kernels on an NVIDIA GPU. Does not import torch."""
+    executor = config.executor
+    if executor.device.partition(":")[0] == "cpu" or executor.kernels == "plain":
+        return False
+    return os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and _has_gpu()
+
+
+def _has_gpu() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _mark(config: EngineConfig) -> Path:
+    """The file that says so. Does not import torch or triton."""
+    from engine.core.executors.wire import encode
+
+    settings = (config.model, config.attention, config.quant, config.executor, config.cache, config.speculator)
+    content = b"".join(map(encode, settings)) + repr((_versions(), _newest_kernel())).encode()
+    return _triton_cache() / MARKS / blake2b(content, digest_size=12).hexdigest()
+
+
+def _versions() -> list[str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = []
+    for package in ("torch", "triton"):
+        try:
+            found.append(version(package))
+        except PackageNotFoundError:
+            found.append("")
+    return found
+
+
+def _newest_kernel() -> float:
+    """When a source of kernels last changed."""
+    package = Path(engine.__file__).parent
+    return max(file.stat().st_mtime for folder in KERNELS for file in (package / folder).glob("**/*.py"))
+
+
+def _triton_cache() -> Path:
+    """As triton.knobs.cache.dir."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    return Path(os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))

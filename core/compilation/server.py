@@ -1,0 +1,170 @@
+"""The compile server: a process that imports the kernels and forks a child for each job.
+
+    python -P -m engine.core.compilation.server DESCRIPTOR
+
+It needs no GPU and uses none: children could not be forked afterwards. A child compiles one kernel into Triton's cache
+on disk and exits, so that a crash of the compiler costs that kernel alone. Messages are those of
+multiprocessing.connection: a job is its number (4 bytes) and its bytes; the answer is the number and the error's text,
+empty if there is none. An empty message ends the jobs. Without it, the end of the connection means that the engine's
+process has ended, and the children are killed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import selectors
+import signal
+import sys
+import warnings
+from collections import deque
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, NoReturn
+
+from attrs import frozen
+
+from engine.core.collector import paused
+from engine.core.host import Host
+
+if TYPE_CHECKING:
+    from engine.core.compilation.job import MakeLauncher
+
+NUMBER_BYTES = 4
+IDLE_SECONDS = 60.0
+"""Time without a job after which the server exits."""
+MAX_ERROR_BYTES = 4096
+"""Fits into a pipe that is not read yet."""
+NICENESS = 5
+"""The process that starts the engine goes first."""
+
+
+@frozen
+class _Child:
+    """A process that compiles one kernel."""
+
+    pid: int
+    number: int
+    """Of the job."""
+    errors: int
+    """File descriptor that the child writes its error to, and that ends with the child."""
+
+
+class Server:
+    """Compiles the jobs that arrive on a connection, as many at a time as there are cores."""
+
+    def __init__(self, connection: Connection, processes: int, make_launcher: MakeLauncher | None) -> None:
+        """make_launcher: as for Job.run."""
+        self._connection = connection
+        self._make_launcher = make_launcher
+        self._processes = processes
+        self._waiting: deque[bytes] = deque()
+        self._children: dict[int, _Child] = {}
+        """By `_Child.errors`."""
+        self._ended = False
+        """Whether no further job will come."""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Serve until the jobs end, or none has come for a while."""
+        while self._waiting or self._children or not self._ended:
+            ready = self._selector.select(None if self._children else IDLE_SECONDS)
+            if not ready:
+                return
+            for key, _ in ready:
+                if key.fd in self._children:
+                    self._finish(self._children.pop(key.fd))
+                else:
+                    self._receive()
+            while self._waiting and len(self._children) < self._processes:
+                self._start(self._waiting.popleft())
+
+    def _receive(self) -> None:
+        try:
+            message = self._connection.recv_bytes()
+        except (EOFError, OSError):
+            self._kill_children()
+            raise SystemExit(1) from None
+        if message:
+            self._waiting.append(message)
+        else:
+            self._ended = True
+            self._selector.unregister(self._connection)
+
+    def _start(self, message: bytes) -> None:
+        errors, theirs = os.pipe()
+        pid = os.fork()
+        if not pid:
+            self._compile_and_exit(message[NUMBER_BYTES:], theirs)
+        os.close(theirs)
+        self._children[errors] = _Child(pid, int.from_bytes(message[:NUMBER_BYTES]), errors)
+        self._selector.register(errors, selectors.EVENT_READ)
+
+    def _finish(self, child: _Child) -> None:
+        """Answer the job of a child that has ended or is about to."""
+        self._selector.unregister(child.errors)
+        error = os.read(child.errors, MAX_ERROR_BYTES)
+        os.close(child.errors)
+        _, status = os.waitpid(child.pid, 0)
+        if os.WIFSIGNALED(status):
+            error = f"the compiler was ended by signal {os.WTERMSIG(status)}".encode()
+        self._connection.send_bytes(child.number.to_bytes(NUMBER_BYTES) + error)
+
+    def _kill_children(self) -> None:
+        for child in self._children.values():
+            os.kill(child.pid, signal.SIGKILL)
+            os.waitpid(child.pid, 0)
+
+    def _compile_and_exit(self, job: bytes, errors: int) -> NoReturn:
+        """Compile in a child. The compiler's own messages are dropped: the engine compiles a failed kernel again."""
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            from engine.core.compilation.job import Job
+
+            Job.decode(job).run(self._make_launcher)
+        except BaseException as error:  # the child must not return into the server's loop
+            os.write(errors, f"{type(error).__name__}: {error}".encode()[:MAX_ERROR_BYTES])
+        finally:
+            os._exit(0)
+
+
+def prepare() -> MakeLauncher | None:
+    """Do once what each child would do; returns what Job.run makes launchers with."""
+    with suppress(Exception):  # there is no driver
+        from triton.backends.nvidia.driver import CudaUtils
+
+        CudaUtils()  # compiled by a C compiler; the engine's process needs it before the first kernel
+    import engine.ops
+    from engine.core.compilation import job  # noqa: F401
+
+    for module in pkgutil.walk_packages(engine.ops.__path__, "engine.ops."):
+        with suppress(Exception):  # a kernel whose module cannot be imported is not needed, or its child fails
+            importlib.import_module(module.name)
+    from triton.backends import backends
+    from triton.runtime.cache import triton_key
+    from triton.runtime.driver import driver
+
+    triton_key()  # reads the whole compiler
+    try:
+        driver.set_active(backends["nvidia"].driver())
+    except Exception:  # without the driver's library there are no launchers to compile
+        return None
+    made: MakeLauncher = driver.active.launcher_cls
+    return made
+
+
+def main() -> None:
+    """Serve the process that started this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal; the connection's end ends this process
+    warnings.simplefilter("ignore")
+    os.nice(NICENESS)
+    with paused(freeze=True), Connection(int(sys.argv[1])) as connection:
+        make_launcher = prepare()
+        with suppress(BrokenPipeError):
+            Server(connection, Host().cores(), make_launcher).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The first start of a configuration: what it will launch is recorded, and compiled in other processes meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from triton.runtime.cache import triton_key
+
+from engine.core.autotune.tuner import begin_tuning
+from engine.core.compilation.client import SHARED
+from engine.core.compilation.first_start import is_first_start, mark_started
+from engine.core.compilation.recording import recording
+
+if TYPE_CHECKING:
+    from engine.core.config.tree import EngineConfig
+    from engine.core.distributed.rank_group import RankGroup
+    from engine.core.layers import LayerFactory
+
+log = logging.getLogger(__name__)
+
+
+def begin_key() -> None:
+    """Begin to compute what all keys of kernels on disk begin with: a digest of the compiler, 0.3 s and more.
+
+    Triton computes it when it is first needed, and remembers it.
+    """
+    threading.Thread(target=triton_key, name="triton-key", daemon=True).start()
+
+
+def compile_ahead(
+    config: EngineConfig, group: RankGroup, factories: Iterable[LayerFactory], launch: Callable[[], None]
+) -> None:
+    """Begin to compile the kernels of a first start, all side by side; on later starts, do nothing.
+
+    factories: of the layers to be tuned. launch: launches what the start will; here its kernels are only recorded. Of
+    several ranks the first compiles, and the others wait until all kernels are on disk. What cannot be recorded is
+    compiled when it is first launched.
+    """
+    if not group.minimum(int(is_first_start(config))):
+        return
+    if group.rank == 0:
+        try:
+            for factory in factories:
+                begin_tuning(factory, config.executor.kernel_cache)
+            with group.alone(), recording():
+                launch()
+        except Exception as error:  # whatever it is, the start meets it again where it is expected
+            log.warning("kernels are compiled one after another, since they could not be recorded: %s", error)
+            log.debug("recording failed", exc_info=error)
+        torch.cuda.empty_cache()
+    if group.ranks > 1:
+        SHARED.wait()
+        group.minimum(0)  # a barrier
+
+
+def end_compile_ahead(config: EngineConfig) -> None:
+    """End the process that compiles, once it is done, and note that this was the first start."""
+    SHARED.end()
+    mark_started(config)

@@ -1,0 +1,79 @@
+"""The CUDA graphs of a start: which ones the configuration allows, and their capture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+
+from engine.core.layers.base import torch_dtype
+from engine.core.plugin_host.derived import use_graphs
+from engine.core.runner.device_state import StepGraphs
+
+if TYPE_CHECKING:
+    from engine.core.attention.groups import CacheLayout
+    from engine.core.config.tree import EngineConfig
+    from engine.core.device import DeviceInfo
+    from engine.core.runner.device_state import DeviceState
+    from engine.core.runner.graph_capture import GraphCapturer
+    from engine.core.startup import Phases
+
+
+@frozen(kw_only=True)
+class GraphStart:
+    """Makes the CUDA graphs of a device state."""
+
+    config: EngineConfig
+    device: DeviceInfo
+    hidden_size: int
+    dtype: str
+    max_len: int
+    layout: CacheLayout
+    fused: bool
+    speculates: bool
+
+    def make(self, state: DeviceState) -> tuple[StepGraphs, GraphCapturer | None]:
+        """The graphs that the configuration, the device and the attention backend allow, and what captures them."""
+        groups = state.groups if state.drafter is None else (*state.groups, *state.drafter.groups)
+        backends = [group.attention for group in groups if group.attention is not None]
+        if not backends or not all(use_graphs(self.config, backend, state.model, self.device) for backend in backends):
+            return StepGraphs(), None
+        from engine.core.runner.cuda_graphs import DecodeGraphs
+        from engine.core.runner.graph_capture import GraphCapturer
+        from engine.core.runner.piecewise_graphs import PiecewiseGraphs
+
+        scheduler, device = self.config.scheduler, torch.device(self.device.torch_name)
+        capturer = GraphCapturer(device)
+        decode = DecodeGraphs(
+            state,
+            capturer,
+            max_running=scheduler.max_running,
+            max_len=self.max_len,
+            hidden_size=self.hidden_size,
+            dtype=torch_dtype(self.dtype),
+            fused=self.fused,
+            windows=[kind.window for kind in self.layout.kinds for _ in range(kind.groups)],
+            max_drafts=self.config.speculator.max_drafts if self.speculates else 0,
+        )
+        if self.config.executor.graphs == "decode" or self.layout.states:  # a state is computed by sequence
+            return StepGraphs(decode=decode), capturer
+        piecewise = PiecewiseGraphs(state, capturer, max_batch_tokens=scheduler.max_batch_tokens, device=device)
+        return StepGraphs(decode=decode, piecewise=piecewise), capturer
+
+    def capture(self, state: DeviceState, phases: Phases) -> StepGraphs:
+        """Make the graphs and capture all; reports progress."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # a capture cannot reclaim the memory that the allocator caches
+        graphs, capturer = self.make(state)
+        if graphs.decode is None or capturer is None:
+            return graphs
+        graphs.decode.capture_all(lambda done, total: phases.progress(done, total, "decode graphs"))
+        drafter = state.drafter
+        if drafter is not None and drafter.no_graphs is None:
+            drafter.capture(
+                graphs.decode, capturer, lambda done, total: phases.progress(done, total, "drafting graphs")
+            )
+        if graphs.piecewise is not None:
+            graphs.piecewise.capture_all(lambda done, total: phases.progress(done, total, "token counts"))
+        return graphs

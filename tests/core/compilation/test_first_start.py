@@ -1,0 +1,86 @@
+"""Which start of a configuration is the first, and when the compile server is started early."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from engine.core.compilation import first_start
+from engine.core.compilation.client import SHARED
+from engine.core.compilation.first_start import begin_first_start, is_first_start, mark_started
+from engine.core.config.tree import EngineConfig
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    return tmp_path / "triton"
+
+
+def with_settings(section: str, **settings: Any) -> EngineConfig:
+    config = EngineConfig()
+    return evolve(config, **{section: evolve(getattr(config, section), **settings)})
+
+
+def test_the_first_start_of_each_configuration_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_first_start(EngineConfig())
+    mark_started(EngineConfig())
+    assert not is_first_start(EngineConfig())
+    assert not is_first_start(with_settings("scheduler", max_running=3)), "what the device settles"
+    assert is_first_start(with_settings("quant", name="fp8"))
+    monkeypatch.setattr(first_start, "_newest_kernel", lambda: 0.0)
+    assert is_first_start(EngineConfig()), "other kernels"
+
+
+def test_marks_are_deleted_with_the_kernels(cache: Path) -> None:
+    mark_started(EngineConfig())
+    assert [path.parent.parent for path in cache.rglob("*") if path.is_file()] == [cache]
+
+
+def test_without_a_writable_cache_each_start_is_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    mark_started(EngineConfig())
+    assert is_first_start(EngineConfig())
+
+
+def test_the_cache_is_where_triton_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    triton = pytest.importorskip("triton")
+    assert first_start._triton_cache() == Path(triton.knobs.cache.dir)
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    assert first_start._triton_cache() == Path(triton.knobs.cache.dir)
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    assert first_start._triton_cache() == Path(triton.knobs.cache.dir)
+
+
+@pytest.mark.parametrize(
+    ("config", "visible", "gpu", "begun"),
+    [
+        (EngineConfig(), None, True, True),
+        (EngineConfig(), None, False, False),
+        (EngineConfig(), "", True, False),
+        (EngineConfig(), "-1", True, False),
+        (EngineConfig(), "0", True, True),
+        (with_settings("executor", device="cpu"), None, True, False),
+        (with_settings("executor", kernels="plain"), None, True, False),
+        (with_settings("executor", device="cuda:1"), None, True, True),
+    ],
+)
+def test_the_server_starts_early_for_a_gpu_only(
+    config: EngineConfig, visible: str | None, gpu: bool, begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(first_start, "_has_gpu", lambda: gpu)
+    monkeypatch.setattr(SHARED, "begin", lambda: calls.append(1))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    begin_first_start(config)
+    assert bool(calls) == begun
+    mark_started(config)
+    calls.clear()
+    begin_first_start(config)
+    assert not calls
