@@ -36,6 +36,8 @@ IDLE_SECONDS = 60.0
 """Time without a job after which the server exits."""
 MAX_ERROR_BYTES = 4096
 """Fits into a pipe that is not read yet."""
+MAX_PROCESSES = 32
+"""Children at a time: each has some 100 MB of its own, and a start has about 100 kernels."""
 NICENESS = 5
 """The process that starts the engine goes first."""
 
@@ -163,7 +165,7 @@ def main() -> None:
     with paused(freeze=True), Connection(int(sys.argv[1])) as connection:
         make_launcher = prepare()
         with suppress(BrokenPipeError):
-            Server(connection, Host().cores(), make_launcher).run()
+            Server(connection, min(Host().cores(), MAX_PROCESSES), make_launcher).run()
 
 
 if __name__ == "__main__":
