@@ -15,10 +15,12 @@ from engine.ops.activation import act_and_mul
 from engine.ops.common import launch
 from engine.ops.experts import (
     combine,
+    dequantize,
     experts_mlp,
     grouped_matmul,
     grouped_matmul_4bit,
     pack,
+    persistent_grouped,
     quantize,
     sort,
     tiles,
@@ -30,6 +32,11 @@ from engine.ops.experts.route import route
 from engine.ops.experts.sort import PairSorter
 from engine.ops.experts.tiles import ROW_CLASSES, ExpertsShape
 from engine.ops.experts.weights import StackedWeight, WeightFormat
+from engine.ops.gemm import tile_order
+
+MAX_DEQUANTIZED_SHARE = 1 / 32
+"""Maximum share of a GPU's memory for the dequantized weights of a layer's gate and up projections. All layers use the
+same memory, once in steps that the host launches and once in CUDA graphs."""
 
 
 class FusedExperts(AutotunedOp[ExpertsTile]):
@@ -41,6 +48,7 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
 
     def __init__(self, spec: ExpertsSpec, form: WeightFormat, quantized: torch.dtype | None = None) -> None:
         """quantized: the dtype that activations of more than one token are quantized to. None: they are not."""
+        device = torch.device(spec.device)
         self.shape = ExpertsShape(
             num_experts=spec.num_experts,
             rank_experts=len(spec.rank_experts),
@@ -51,9 +59,11 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
             activation=spec.activation,
             dtype=spec.dtype,
             quantized="" if quantized is None else str(quantized).removeprefix("torch."),
+            wgmma=launch.has_wgmma(device),
+            max_dequantized_bytes=int(_memory(device) * MAX_DEQUANTIZED_SHARE),
         )
         self._quantized = quantized
-        self._sorter = PairSorter(len(spec.rank_experts), spec.top_k, torch.device(spec.device))
+        self._sorter = PairSorter(len(spec.rank_experts), spec.top_k, device)
         self._chosen: dict[int, ExpertsTile] = {}
         self._last: tuple[Mapping[str, torch.Tensor], ExpertsBias | None, ExpertsWeights] | None = None
 
@@ -116,19 +126,21 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
 
     @property
     def version(self) -> str:
-        modules = (
+        experts = (
             combine,
+            dequantize,
             experts_mlp,
             grouped_matmul,
             grouped_matmul_4bit,
             pack,
+            persistent_grouped,
             quantize,
             sort,
             stacked,
             tiles,
             unpack,
         )
-        return version_of(launch, act_and_mul, *modules)
+        return version_of(launch, act_and_mul, tile_order, *experts)
 
     @property
     def inputs(self) -> int:
@@ -169,6 +181,11 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
         experts = (slots % shape.top_k * step + slots // shape.top_k) % shape.num_experts
         experts = experts.masked_fill(experts >= shape.rank_experts, -1).to(torch.int32)
         return Routing(experts, torch.ones_like(experts, dtype=torch.float32))
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes of a GPU's memory; 0 for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 class FusedPlainExperts(PlainExperts):

@@ -6,6 +6,7 @@ import torch
 from attrs import frozen
 
 from engine.ops.experts.combine import combine
+from engine.ops.experts.dequantize import dequantize
 from engine.ops.experts.grouped_matmul import GroupedTile, grouped_matmul
 from engine.ops.experts.one_token import KINDS_OF_ONE_TOKEN, experts_of_one_token
 from engine.ops.experts.quantize import quantize_activations
@@ -21,9 +22,12 @@ class ExpertsTile:
     """Rows of x, of both."""
     gate_up: GroupedTile
     down: GroupedTile
+    dequantized: bool = False
+    """Whether 4-bit weights are dequantized to 16 bits before they are multiplied."""
 
     def __str__(self) -> str:
-        return f"{self.rows} rows, gate and up {self.gate_up}; down {self.down}"
+        dequantized = "dequantized, " if self.dequantized else ""
+        return f"{dequantized}{self.rows} rows, gate and up {self.gate_up}; down {self.down}"
 
 
 @frozen(kw_only=True, eq=False)
@@ -76,9 +80,14 @@ def experts_mlp(
     scales = None
     if quantized is not None:
         x, scales = quantize_activations(x, quantized, per_block=per_block)
+
+    def multiplied(weight: StackedWeight, inputs: int) -> StackedWeight:
+        return dequantize(weight, inputs, dtype, compile_only=compile_only) if tile.dequantized else weight
+
+    # Dequantized weights are freed after the product, so both projections and all layers use the same memory.
     hidden = grouped_matmul(
         x,
-        weights.gate_up,
+        multiplied(weights.gate_up, x.shape[1]),
         pairs,
         tile.rows,
         tile.gate_up,
@@ -94,7 +103,7 @@ def experts_mlp(
         hidden, scales = quantize_activations(hidden, quantized, per_block=per_block)
     results = grouped_matmul(
         hidden,
-        weights.down,
+        multiplied(weights.down, hidden.shape[1]),
         pairs,
         tile.rows,
         tile.down,

@@ -14,7 +14,7 @@ from attrs import frozen
 
 from engine.ops.activation.act_and_mul import ACTIVATIONS, activate
 from engine.ops.common.launch import dependent_launch, release, wait
-from engine.ops.experts import grouped_matmul_4bit
+from engine.ops.experts import grouped_matmul_4bit, persistent_grouped
 from engine.ops.experts.sort import SortedPairs
 from engine.ops.experts.weights import BLOCK, StackedWeight
 
@@ -37,9 +37,12 @@ class GroupedTile:
     warps: int
     stages: int
     """Software pipeline stages."""
+    persistent: bool = False
+    """Whether the persistent kernel computes it (persistent_grouped.py), on a GPU with wgmma."""
 
     def __str__(self) -> str:
-        return f"{self.outputs}x{self.block_k}, {self.warps} warps, {self.stages} stages"
+        more = ", persistent" if self.persistent else ""
+        return f"{self.outputs}x{self.block_k}, {self.warps} warps, {self.stages} stages{more}"
 
 
 @triton.jit
@@ -215,13 +218,14 @@ def grouped_matmul(
     numbers of pairs, not in the order of `pairs`. Rows of pairs that are left out are not written. tile_rows: those
     that `pairs` was sorted with, 8 at least. activation: the matrices are gate and up, [experts, 2 * outputs, inputs],
     and the result is act(gate) * up. bias: [experts, rows of a matrix]. x_scales: x is quantized, to float8 or int8:
-    [rows] float32 for kind channel, [rows, blocks of 128] for kind block. compile_only: compile without a launch.
+    [rows] float32 for kind channel, [rows, blocks of 128] for kind block. tile: a persistent one only for what
+    persistent_grouped.launch supports. compile_only: compile without a launch.
     """
     form = weight.format
     rows, inputs = len(pairs.order), x.shape[1]
     outputs = weight.outputs // 2 if activation is not None else weight.outputs
     out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
-    activation_code = NO_ACTIVATION if activation is None else ACTIVATIONS[activation].value
+    code = NO_ACTIVATION if activation is None else ACTIVATIONS[activation].value
     if form.is_4bit:
         grouped_matmul_4bit.launch(
             out,
@@ -233,10 +237,26 @@ def grouped_matmul(
             top_k=top_k,
             gather=gather,
             scatter=scatter,
-            activation=activation_code,
+            activation=code,
             bias=bias,
             compile_only=compile_only,
         )
+        return out
+    if tile.persistent:
+        if rows:
+            persistent_grouped.launch(
+                out,
+                x,
+                weight,
+                pairs,
+                top_k=top_k,
+                gather=gather,
+                scatter=scatter,
+                activation=code,
+                bias=bias,
+                x_scales=x_scales,
+                compile_only=compile_only,
+            )
         return out
     scales = weight.values if weight.scales is None else weight.scales
     arguments = (
@@ -259,7 +279,7 @@ def grouped_matmul(
         "TOP_K": top_k,
         "GATHER": gather,
         "SCATTER": scatter,
-        "ACTIVATION": activation_code,
+        "ACTIVATION": code,
         "KIND": KINDS[form.kind].value,
         "SCALE_ROWS": form.scale_rows,
         "BIAS": bias is not None,

@@ -167,7 +167,7 @@ def launch(
         out.shape[1],
         blocks,
     )
-    asm = _uses_ptx(x, fp4=fp4)
+    asm = uses_ptx(x, fp4=fp4)
     rows = tile.outputs * 2 if activation >= 0 else tile.outputs
     constants = {
         "TOP_K": top_k,
@@ -192,7 +192,7 @@ def launch(
         _matmul_kernel[grid](*arguments, **constants)
 
 
-def _uses_ptx(x: torch.Tensor, *, fp4: bool) -> bool:
+def uses_ptx(x: torch.Tensor, *, fp4: bool) -> bool:
     """Whether weights for x are unpacked by PTX, which computes with pairs of bfloat16 from capability 8.0 on."""
     dtypes = (torch.bfloat16,) if fp4 else (torch.bfloat16, torch.float16)
     return PTX.value and x.dtype in dtypes and has_capability(x.device, (8, 0))

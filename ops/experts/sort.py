@@ -42,6 +42,12 @@ class SortedPairs:
     """[tiles] int32: each tile's first row."""
     tile_ends: torch.Tensor
     """[tiles] int32: the end of its expert's rows."""
+    tile_firsts: torch.Tensor
+    """[tiles] int32: number of the first tile of its expert."""
+    used_tiles: torch.Tensor
+    """[1] int32: number of tiles that are used."""
+    claims: torch.Tensor
+    """[2] int32, zeros: counters of the persistent kernel, which leaves them zero."""
 
 
 @triton.jit
@@ -61,6 +67,9 @@ def _sort_kernel(
     tile_experts,
     tile_begins,
     tile_ends,
+    tile_firsts,
+    used_tiles,
+    claims,
     experts,
     counts,
     pairs,
@@ -100,6 +109,8 @@ def _sort_kernel(
     first = tl.cumsum(total, axis=0) - total
     used = (total + TILE_ROWS - 1) // TILE_ROWS
     end = tl.cumsum(used, axis=0)
+    tl.store(used_tiles, tl.sum(used, axis=0), mask=block == 0)
+    tl.store(claims + tl.arange(0, 2), 0, mask=block == 0)
 
     # Tiles: the expert of a tile is the number of experts whose tiles all come before it.
     for begin in range(0, program_tiles, TILES):
@@ -107,12 +118,14 @@ def _sort_kernel(
         tile = block * program_tiles + number
         expert = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), axis=1)
         its = index[None, :] == expert[:, None]
-        row = tl.sum(tl.where(its, (first - (end - used) * TILE_ROWS)[None, :], 0), axis=1) + tile * TILE_ROWS
+        first_tile = tl.sum(tl.where(its, (end - used)[None, :], 0), axis=1)
+        row = tl.sum(tl.where(its, first[None, :], 0), axis=1) + (tile - first_tile) * TILE_ROWS
         last = tl.sum(tl.where(its, (first + total)[None, :], 0), axis=1)
         here = (number < program_tiles) & (tile < num_tiles)
         tl.store(tile_experts + tile, tl.where(expert < num_experts, expert, -1), mask=here)
         tl.store(tile_begins + tile, row, mask=here)
         tl.store(tile_ends + tile, last, mask=here)
+        tl.store(tile_firsts + tile, first_tile, mask=here)
 
     # Pairs: a pair's row comes after its expert's pairs in earlier blocks, and earlier in this one.
     lane = tl.arange(0, BLOCK)
@@ -134,11 +147,14 @@ class PairSorter:
         self._num_experts = num_experts
         self._rows = torch.arange(top_k, dtype=torch.int32, device=device)
         self._ends = self._rows + 1
+        self._used_tiles = torch.full((1,), top_k, dtype=torch.int32, device=device)
+        self._claims = torch.zeros(2, dtype=torch.int32, device=device)
 
     def __call__(self, experts: torch.Tensor, tile_rows: int) -> SortedPairs:
         """experts: [tokens, top_k] int32, numbers of experts, or -1 for a pair to leave out. tile_rows: of a tile."""
         if len(experts) == 1:  # the experts of a token differ, so each pair is a tile of its own
-            return SortedPairs(self._rows, experts[0], self._rows, self._ends)
+            rows = self._rows
+            return SortedPairs(rows, experts[0], rows, self._ends, rows, self._used_tiles, self._claims)
         return _sort(experts, self._num_experts, tile_rows)
 
 
@@ -146,9 +162,11 @@ def _sort(experts: torch.Tensor, num_experts: int, tile_rows: int) -> SortedPair
     pairs = experts.numel()
     num_tiles = max_tiles(pairs, num_experts, tile_rows)
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
-    tile_experts, tile_begins, tile_ends = (
-        torch.empty(num_tiles, dtype=torch.int32, device=experts.device) for _ in range(3)
-    )
+    # All start at multiples of 16 bytes: kernels are compiled again for other alignments.
+    of_tiles = torch.empty((4, num_tiles + -num_tiles % 4), dtype=torch.int32, device=experts.device)
+    tile_experts, tile_begins, tile_ends, tile_firsts = of_tiles[:, :num_tiles]
+    counters = torch.empty(6, dtype=torch.int32, device=experts.device)
+    used_tiles, claims = counters[:1], counters[4:]
     blocks = max(-(-pairs // BLOCK), -(-num_tiles // TILES))
     bins = max(triton.next_power_of_2(num_experts), MIN_BINS)
     counts = None
@@ -163,6 +181,9 @@ def _sort(experts: torch.Tensor, num_experts: int, tile_rows: int) -> SortedPair
             tile_experts,
             tile_begins,
             tile_ends,
+            tile_firsts,
+            used_tiles,
+            claims,
             experts,
             experts if counts is None else counts,
             pairs,
@@ -179,7 +200,7 @@ def _sort(experts: torch.Tensor, num_experts: int, tile_rows: int) -> SortedPair
             num_warps=4,
             **dependent_launch(experts.device),
         )
-    return SortedPairs(order, tile_experts, tile_begins, tile_ends)
+    return SortedPairs(order, tile_experts, tile_begins, tile_ends, tile_firsts, used_tiles, claims)
 
 
 def max_tiles(pairs: int, num_experts: int, tile_rows: int) -> int:

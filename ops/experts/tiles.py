@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attrs import evolve, frozen
 
+from engine.ops.experts import persistent_grouped as persistent
 from engine.ops.experts.experts_mlp import ExpertsTile
 from engine.ops.experts.grouped_matmul import GroupedTile
 from engine.ops.experts.pack import BLOCK_INPUTS
@@ -30,6 +31,9 @@ SHAPES_OF_4_BITS = {
 """(outputs of gate and up, warps, stages) of the candidates of 4-bit weights; a tile of down has twice the outputs."""
 MAX_CANDIDATE_ROWS = 2
 """How many numbers of rows are tried: the default, and the next larger."""
+MIN_DEQUANTIZED_ROWS = 256
+"""Mean rows per expert from which on 4-bit weights may be dequantized before they are multiplied. With fewer rows that
+takes longer than the kernel that dequantizes tile by tile: 1,384 and 947 us at 256 rows for gpt-oss-20b on an H200."""
 
 
 @frozen(kw_only=True)
@@ -48,6 +52,10 @@ class ExpertsShape:
     dtype: str
     quantized: str = ""
     """The dtype that activations of many rows are quantized to; empty: none."""
+    wgmma: bool = False
+    """Whether the GPU has the instructions of the persistent kernel."""
+    max_dequantized_bytes: int = 0
+    """Bytes that the 4-bit weights of gate and up of all experts may take when they are dequantized."""
 
     def __str__(self) -> str:
         quantized = f", activations in {self.quantized}" if self.quantized else ""
@@ -60,6 +68,22 @@ class ExpertsShape:
         """Mean number of rows of an expert."""
         return tokens * self.top_k / self.num_experts
 
+    @property
+    def dequantizes(self) -> bool:
+        """Whether 4-bit weights may be dequantized to 16 bits for the persistent kernel."""
+        nbytes = self.rank_experts * 2 * self.intermediate * self.hidden * 2
+        return self.format.is_4bit and nbytes <= self.max_dequantized_bytes
+
+    @property
+    def persistent_bits(self) -> int:
+        """Bits per value that the persistent kernel multiplies; 0: it does not support the shape or the GPU."""
+        kind = "plain" if self.dequantizes else self.format.kind
+        bits = {"plain": 16, "channel": 8 if self.quantized else 0}.get(kind, 0)
+        if not bits or not self.wgmma or self.dtype == "float32":
+            return 0
+        unit = persistent.ROW_ALIGNMENT * 8 // bits
+        return bits if self.hidden % unit == 0 and self.intermediate % unit == 0 else 0
+
 
 def row_class(tokens: int) -> int:
     """The row class of a number of tokens."""
@@ -68,23 +92,38 @@ def row_class(tokens: int) -> int:
 
 def default_tile(shape: ExpertsShape, tokens: int) -> ExpertsTile:
     """The tiles used unless others were chosen."""
-    return _tiles(shape.format, _default_rows(shape, tokens))[0]
+    return candidates(shape, tokens)[0]
 
 
 def candidates(shape: ExpertsShape, tokens: int) -> list[ExpertsTile]:
     """Tiles to measure for a row class, the default first: the same for both GEMMs."""
-    first = TILE_ROWS.index(_default_rows(shape, tokens))
-    return [tile for rows in TILE_ROWS[first : first + MAX_CANDIDATE_ROWS] for tile in _tiles(shape.format, rows)]
+    default_rows = _default_rows(shape, tokens)
+    first = TILE_ROWS.index(default_rows)
+    all_rows = TILE_ROWS[first : first + MAX_CANDIDATE_ROWS]
+    found = [tile for rows in all_rows for tile in _tiles(shape.format, rows)]
+    if persistent.TILE_ROWS in all_rows and _can_persist(shape, tokens):
+        found.insert(0 if default_rows == persistent.TILE_ROWS else len(found), _persistent_tile(shape))
+    return found
 
 
 def other_down_tiles(shape: ExpertsShape, tile: ExpertsTile) -> list[ExpertsTile]:
-    """The same tile for gate and up, with others for down."""
-    return [evolve(tile, down=other.down) for other in _tiles(shape.format, tile.rows) if other.down != tile.down]
+    """The same tile for gate and up, with others for down, which read the same format of weights."""
+    others = [] if tile.dequantized else _tiles(shape.format, tile.rows)
+    if tile.rows == persistent.TILE_ROWS and shape.persistent_bits and not shape.dequantizes:
+        others.append(_persistent_tile(shape))
+    return [evolve(tile, down=other.down) for other in others if other.down != tile.down]
 
 
 def _default_rows(shape: ExpertsShape, tokens: int) -> int:
     rows = shape.rows_per_expert(tokens)
     return next((size for size in TILE_ROWS if size >= rows), TILE_ROWS[-1])
+
+
+def _can_persist(shape: ExpertsShape, tokens: int) -> bool:
+    """Whether the persistent kernel is a candidate for the row class of a number of tokens."""
+    smallest = max((size for size in ROW_CLASSES if size < tokens), default=0) + 1
+    pays = not shape.dequantizes or shape.rows_per_expert(smallest) >= MIN_DEQUANTIZED_ROWS
+    return shape.persistent_bits > 0 and pays
 
 
 def _tiles(form: WeightFormat, rows: int) -> list[ExpertsTile]:
@@ -101,3 +140,16 @@ def _tiles(form: WeightFormat, rows: int) -> list[ExpertsTile]:
 def _tile_of_4_bits(rows: int, outputs: int, warps: int, stages: int) -> ExpertsTile:
     gate_up = GroupedTile(outputs=outputs, block_k=BLOCK_INPUTS, warps=warps, stages=stages)
     return ExpertsTile(rows=rows, gate_up=gate_up, down=evolve(gate_up, outputs=2 * outputs))
+
+
+def _persistent_tile(shape: ExpertsShape) -> ExpertsTile:
+    """The tile of the persistent kernel, which has but one."""
+    down = GroupedTile(
+        outputs=persistent.TILE_OUTPUTS,
+        block_k=persistent.STEP_BYTES * 8 // shape.persistent_bits,
+        warps=persistent.WARPS,
+        stages=persistent.STAGES,
+        persistent=True,
+    )
+    gate_up = evolve(down, outputs=down.outputs // 2)
+    return ExpertsTile(rows=persistent.TILE_ROWS, gate_up=gate_up, down=down, dequantized=shape.dequantizes)

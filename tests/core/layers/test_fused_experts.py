@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from attrs import evolve
 
 from engine.core.autotune.cache import TuningCache
 from engine.core.autotune.tuner import collect_tasks, tune_tasks
@@ -13,7 +15,7 @@ from engine.core.layers import FusedExperts, LayerFactory
 from engine.core.layers.fused_experts import FusedPlainExperts
 from engine.core.quant import ExpertsSpec
 from engine.core.weights import DummySource, load_weights
-from engine.ops.experts.tiles import ROW_CLASSES, candidates, default_tile
+from engine.ops.experts.tiles import ROW_CLASSES, ExpertsShape, candidates, default_tile, other_down_tiles
 from engine.ops.experts.weights import WeightFormat
 
 
@@ -77,6 +79,42 @@ def test_more_tokens_have_larger_tiles_by_default() -> None:
     shape = FusedExperts(spec, WeightFormat(kind="plain")).shape
     assert [default_tile(shape, tokens).rows for tokens in (1, 256, 512, 1024, 8192)] == [16, 16, 32, 64, 128]
     assert all(candidates(shape, tokens)[0] == default_tile(shape, tokens) for tokens in ROW_CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "bits"),
+    [
+        (WeightFormat(kind="plain"), {}, 16),
+        (WeightFormat(kind="plain"), {"dtype": "float32"}, 0),
+        (WeightFormat(kind="plain"), {"wgmma": False}, 0),
+        (WeightFormat(kind="plain"), {"intermediate": 36}, 0),
+        (WeightFormat(kind="channel", dtype="float8_e4m3fn"), {"quantized": "float8_e4m3fn"}, 8),
+        (WeightFormat(kind="channel", dtype="float8_e4m3fn"), {}, 0),
+        (WeightFormat(kind="block", dtype="float8_e4m3fn"), {"quantized": "float8_e4m3fn"}, 0),
+        (WeightFormat(kind="fp4", group=32), {"max_dequantized_bytes": 2**20}, 16),
+        (WeightFormat(kind="int4", group=32), {"max_dequantized_bytes": 2**20}, 16),
+        (WeightFormat(kind="fp4", group=32), {"max_dequantized_bytes": 2**10}, 0),
+    ],
+)
+def test_persistent_tiles_are_the_default_for_many_rows(form: WeightFormat, change: Any, bits: int) -> None:
+    shape = ExpertsShape(
+        num_experts=32, rank_experts=32, top_k=4, hidden=64, intermediate=32, format=form, activation="silu",
+        dtype="bfloat16", wgmma=True,
+    )  # fmt: skip
+    shape = evolve(shape, **change)
+    assert shape.persistent_bits == bits
+    of_class = {tokens: candidates(shape, tokens) for tokens in ROW_CLASSES}
+    persistent = {tokens for tokens, tiles in of_class.items() if any(tile.gate_up.persistent for tile in tiles)}
+    # A class of 4-bit weights has them only if its smallest number of tokens does, to which the choice extends.
+    assert persistent == (set() if not bits else {8192} if form.is_4bit else {512, 2048, 8192})
+    for tokens, tiles in of_class.items():
+        assert tiles[0] == default_tile(shape, tokens)
+        assert tiles[0].gate_up.persistent == (tokens in persistent and tokens >= 2048)
+        for tile in tiles:
+            others = other_down_tiles(shape, tile)
+            assert {other.dequantized for other in others} <= {tile.dequantized}
+            assert tile.dequantized == (form.is_4bit and tile.gate_up.persistent)
+            assert all(other.gate_up == tile.gate_up and other.down != tile.down for other in others)
 
 
 def test_tuning_spreads_tokens_evenly_over_different_experts() -> None:

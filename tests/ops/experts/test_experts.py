@@ -12,6 +12,7 @@ from engine.core.layers.activation import gated_activation
 from engine.core.layers.experts import sum_of_experts
 from engine.core.layers.routing import RoutingSpec, route as plain_route
 from engine.core.quant.experts import Routing
+from engine.ops.experts.dequantize import dequantize
 from engine.ops.experts.experts_mlp import ExpertsTile, ExpertsWeights, experts_mlp
 from engine.ops.experts.grouped_matmul import GroupedTile, grouped_matmul
 from engine.ops.experts.one_token import RowsTile, experts_of_one_token
@@ -96,6 +97,11 @@ def test_sort_keeps_the_order_of_an_experts_pairs_over_blocks(
     chosen = sorted((expert, pair) for pair, expert in enumerate(experts.flatten().tolist()) if expert >= 0)
     assert expected_rows(pairs, 8) == chosen
     assert len(pairs.tile_experts) == max_tiles(146, 7, 8)
+    tile_experts = pairs.tile_experts[: int(pairs.used_tiles)].tolist()
+    assert -1 not in tile_experts
+    assert set(pairs.tile_experts[len(tile_experts) :].tolist()) <= {-1}
+    assert pairs.tile_firsts.tolist()[: len(tile_experts)] == [tile_experts.index(expert) for expert in tile_experts]
+    assert pairs.claims.tolist() == [0, 0]
 
 
 def plain_weights(dtype: torch.dtype, device: torch.device) -> ExpertsWeights:
@@ -248,6 +254,14 @@ def test_tiles_of_4_bit_weights_multiply_bfloat16(
     wanted = gated_activation("swiglu_oai")(wanted)
     error = float((found[here] - wanted).norm() / wanted.norm())
     assert error < (1e-5 if kind == "fp4" else 5e-3)
+
+
+@pytest.mark.parametrize("case", ["int4 in groups of 128", "int4 in groups of 32, zero points", "fp4"])
+def test_four_bits_are_dequantized_to_what_they_mean(case: str, device: torch.device) -> None:
+    weight, meant = FORMATS[case](device)
+    found = dequantize(weight, meant.shape[2], torch.float32)
+    assert found.format == WeightFormat(kind="plain")
+    assert torch.equal(found.values, meant)
 
 
 @pytest.mark.parametrize("case", ["int8 per channel", "fp8 per channel", "fp8 blocks"])
