@@ -40,7 +40,6 @@ class CompileServer:
         self._lock = threading.Lock()
         self._futures: dict[int, Future[None]] = {}
         self._messages: SimpleQueue[bytes] = SimpleQueue()
-        self._closed = False
         self.running = True
         """Whether jobs may be submitted: neither `close` was called nor has the process ended."""
         for work in (self._send, self._receive):
@@ -63,7 +62,6 @@ class CompileServer:
         with self._lock:
             if self.running:
                 self.running = False
-                self._closed = True
                 self._messages.put(b"")
 
     def wait(self) -> None:

@@ -236,8 +236,7 @@ class RunnerStart:
 
     @property
     def _max_step_tokens(self) -> int:
-        scheduler = self._config.scheduler
-        return min(scheduler.max_batch_tokens, scheduler.max_running * self._spec.max_len)
+        return min(self._config.scheduler.max_batch_tokens, self._config.scheduler.max_running * self._spec.max_len)
 
     def _trial_step(self, tokens: int) -> Step:
         """A step of `tokens` prompt tokens."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,14 @@ with recording():
     kernel[(1,)](torch.ones(1))
 report(loaded=load(kernel), server=SHARED._server is not None)
 """
+LEFT = """
+server = SHARED.begin()
+with recording():
+    launch()
+    launch_gluon()
+print(server._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 FAILED = """
 server = SHARED.begin()
 server.submit(b"no job").result()
@@ -100,13 +110,17 @@ report(loaded=load(_add_norm_kernel), running=server.running)
 """
 
 
-def run(script: str, directory: Path) -> Any:
+def execute(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(directory)
     file = directory.parent / "script.py"
     file.write_text(SCRIPT + script)
     command = [sys.executable, str(file)]  # a file, since Triton reads the sources of kernels
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+
+
+def run(script: str, directory: Path) -> Any:
+    done = execute(script, directory)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -140,6 +154,15 @@ def test_kernels_of_a_server_that_dies_are_compiled_here_with_one_warning(tmp_pa
     assert not found["running"]
     [warning] = found["warnings"]
     assert "ended with code -9" in warning
+
+
+def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    done = execute(LEFT, tmp_path / "triton")
+    assert done.returncode == -signal.SIGKILL
+    pid, until = int(done.stdout), time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_a_kernel_that_cannot_be_imported_is_compiled_here(tmp_path: Path) -> None:
