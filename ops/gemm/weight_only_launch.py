@@ -9,12 +9,15 @@ import torch.nn.functional as F
 import triton.language as tl
 
 from engine.ops.activation.act_and_mul import act_and_mul
-from engine.ops.common.launch import dependent_launch, has_capability, num_sms, shared_memory
-from engine.ops.gemm import skinny, weight_only, weight_only_vector
+from engine.ops.common.launch import dependent_launch, has_capability, has_wgmma, num_sms, shared_memory
+from engine.ops.gemm import persistent_w4a16_launch, skinny, weight_only, weight_only_vector
 from engine.ops.gemm.packed_layout import PackedMatrix
+from engine.ops.gemm.persistent_w4a16_launch import StreamKWorkspace
 from engine.ops.gemm.skinny_launch import Workspace, gated_epilogue
 from engine.ops.gemm.weight_only_tiles import (
     ROW_CLASSES,
+    PersistentTile,
+    Tile,
     WeightOnlyShape,
     WeightOnlyTile,
     WeightOnlyVectorTile,
@@ -42,22 +45,24 @@ class WeightOnlyMatmul:
         self.device = device
         self.workspace = Workspace(device)
         """Also used by the W8A8 kernels of the same layers."""
+        self._stream_k = StreamKWorkspace.on(device)
         self._dependent = dependent_launch(device)
         self._asm = self._supports_ptx()
-        self._chosen: dict[tuple[WeightOnlyShape, int], WeightOnlyTile | WeightOnlyVectorTile | None] = {}
-        self._tiles: dict[tuple[object, ...], WeightOnlyTile | WeightOnlyVectorTile | None] = {}
+        self._chosen: dict[tuple[WeightOnlyShape, int], Tile] = {}
+        self._tiles: dict[tuple[object, ...], Tile] = {}
 
-    def choose(self, shape: WeightOnlyShape, rows: int, tile: WeightOnlyTile | WeightOnlyVectorTile | None) -> None:
+    def choose(self, shape: WeightOnlyShape, rows: int, tile: Tile) -> None:
         """Use a tile for one of ROW_CLASSES from now on. None: dequantize the matrix and multiply by cuBLAS."""
         self._chosen[shape, rows] = tile
         self._tiles.clear()
 
-    def tile(self, shape: WeightOnlyShape, rows: int) -> WeightOnlyTile | WeightOnlyVectorTile | None:
+    def tile(self, shape: WeightOnlyShape, rows: int) -> Tile:
         """The tile chosen for this many rows, else the default. None: dequantize and multiply by cuBLAS."""
-        row_class = next((size for size in ROW_CLASSES if size >= rows), rows)
+        row_class = next((size for size in ROW_CLASSES if size >= rows), ROW_CLASSES[-1])
         if (shape, row_class) in self._chosen:
             return self._chosen[shape, row_class]
-        return default_tile(shape, rows, num_sms(self.device), shared_memory(self.device))
+        sms, shared = num_sms(self.device), shared_memory(self.device)
+        return default_tile(shape, rows, sms, shared, wgmma=has_wgmma(self.device))
 
     def __call__(
         self,
@@ -109,14 +114,20 @@ class WeightOnlyMatmul:
         matrix: PackedMatrix,
         bias: torch.Tensor | None,
         gated: bool,
-        tile: WeightOnlyTile | WeightOnlyVectorTile,
+        tile: WeightOnlyTile | WeightOnlyVectorTile | PersistentTile,
         activation: str = "silu",
     ) -> torch.Tensor:
         """As the call, by a given tile."""
         x = x if x.is_contiguous() else x.contiguous()
         rows = x.shape[0]
         out = x.new_empty((rows, _outputs(matrix, gated)))
-        if rows:
+        if not rows:
+            return out
+        if isinstance(tile, PersistentTile):
+            persistent_w4a16_launch.launch(
+                out, x, matrix, bias, tile, self._stream_k, gated=gated, activation=activation
+            )
+        else:
             kernel, arguments, constants = self._launch(out, x, matrix, bias, gated, tile, activation)
             kernel[tile.grid(matrix.rows, rows)](*arguments, **constants)
         return out
@@ -127,12 +138,18 @@ class WeightOnlyMatmul:
         matrix: PackedMatrix,
         bias: torch.Tensor | None,
         gated: bool,
-        tile: WeightOnlyTile | WeightOnlyVectorTile,
+        tile: WeightOnlyTile | WeightOnlyVectorTile | PersistentTile,
         activation: str = "silu",
     ) -> None:
         """Compile what `multiply_by_tile` would launch, as the active triton.AsyncCompileMode says."""
-        kernel, arguments, constants = self._launch(x, x, matrix, bias, gated, tile, activation)
-        kernel.warmup(*arguments, grid=(1,), **constants)
+        if isinstance(tile, PersistentTile):
+            out = x.new_empty((x.shape[0], _outputs(matrix, gated)))
+            persistent_w4a16_launch.launch(
+                out, x, matrix, bias, tile, self._stream_k, gated=gated, activation=activation, compile_only=True
+            )
+        else:
+            kernel, arguments, constants = self._launch(x, x, matrix, bias, gated, tile, activation)
+            kernel.warmup(*arguments, grid=(1,), **constants)
 
     def dequantize(self, matrix: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
         """W as a plain matrix, [rows of W, x's columns], in x's dtype.

@@ -5,20 +5,22 @@ The kernels compute W x^T: rows of a tile are rows of W, columns of a tile are r
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
 import torch
 from attrs import evolve, frozen
 
-from engine.ops.gemm.packed_layout import WeightLayout
+from engine.ops.gemm.packed_layout import SPANS, WeightLayout
 from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, MAX_SPLIT_TILES
 
 WEIGHT_ONLY_MAX_ROWS = 256
-"""Up to this many rows of x, weights are dequantized in registers, tile by tile. Beyond, dequantizing the whole matrix
-to memory first costs little of the total time, and cuBLAS multiplies faster than these tiles."""
+"""Up to this many rows of x, a WeightOnlyTile is faster than to dequantize the whole matrix to memory and multiply by
+cuBLAS."""
 MAX_SPLITS = 16
 COLUMNS = (8, 16, 32, 64, 128)
 """Columns that a tile may have."""
-ROW_CLASSES = (*COLUMNS, WEIGHT_ONLY_MAX_ROWS)
-"""Row classes: a number of rows of x uses the tile of the smallest class that is not less."""
+ROW_CLASSES = (*COLUMNS, WEIGHT_ONLY_MAX_ROWS, 512, 4096)
+"""Row classes: a number of rows of x uses the tile of the smallest class that is not less, or of the last."""
 
 
 @frozen(kw_only=True)
@@ -118,6 +120,47 @@ class WeightOnlyVectorTile:
         return -(-weight_rows // self.rows), rows
 
 
+@frozen(kw_only=True)
+class PersistentTile:
+    """A tile of the persistent kernel, `persistent_w4a16.matmul_kernel`, for GPUs with wgmma."""
+
+    columns: Literal[128, 256]
+    """Rows of x."""
+    rows: ClassVar[int] = 128
+    """Rows of W."""
+    warps: ClassVar[int] = 8
+    stages: ClassVar[int] = 4
+    """Loop iterations whose x is in shared memory, 32 KB each."""
+    max_sums: ClassVar[int] = 128 * 256
+    """Results of the largest tile."""
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}, persistent"
+
+    @property
+    def steps(self) -> int:
+        """Loop iterations per block of the layout."""
+        return self.columns // 64
+
+    def programs(self, weight_rows: int, blocks: int, rows: int, most: int) -> int:
+        """Number of programs, `most` at most: as few as take no longer."""
+        tiles = -(-weight_rows // self.rows) * -(-rows // self.columns)
+        if tiles >= most:
+            return most
+        units_per_program = -(-tiles * blocks // most)
+        return -(-tiles * blocks // units_per_program)
+
+    @classmethod
+    def supports(cls, shape: WeightOnlyShape) -> bool:
+        """Whether the kernel has the layout, and rows of x and of the result start at multiples of 16 bytes."""
+        has_layout = shape.layout.scale_layout == "groups" and shape.layout.bits == 4 and shape.layout.span == SPANS[0]
+        return has_layout and shape.inputs % 8 == 0 and shape.outputs % 8 == 0
+
+
+MeasuredTile = WeightOnlyTile | PersistentTile | None
+Tile = WeightOnlyVectorTile | MeasuredTile
+"""How a number of rows is multiplied. None: the matrix is dequantized and multiplied by cuBLAS."""
+
 TILES = {
     16: WeightOnlyTile(rows=128, columns=16, warps=4, stages=6),
     32: WeightOnlyTile(rows=64, columns=32, warps=4, stages=4),
@@ -143,15 +186,21 @@ BUSY_WARPS = 5
 """Minimum warps per multiprocessor that splitting aims for."""
 
 
-def default_tile(
-    shape: WeightOnlyShape, rows: int, sms: int, shared: int
-) -> WeightOnlyTile | WeightOnlyVectorTile | None:
+PERSISTENT_ROWS = (65, 512)
+"""From how many, and up to how many, rows of x a PersistentTile is the default on GPUs with wgmma: faster than other
+tiles at 128 and 256 rows for all linear layers of Llama-3.1-8B on an H200, and at 512 for the two measured."""
+
+
+def default_tile(shape: WeightOnlyShape, rows: int, sms: int, shared: int, *, wgmma: bool = False) -> Tile:
     """The tile used unless another was chosen. None: dequantize the matrix and multiply by cuBLAS.
 
-    rows: of x. sms: multiprocessors of the GPU. shared: bytes of shared memory per program.
+    rows: of x. sms: multiprocessors of the GPU. shared: bytes of shared memory per program. wgmma: whether the GPU has
+    it.
     """
     if rows == 1 and _suits_vector(shape, sms):
         return _vector(shape, sms)
+    if wgmma and PersistentTile.supports(shape) and PERSISTENT_ROWS[0] <= rows <= PERSISTENT_ROWS[1]:
+        return PersistentTile(columns=128 if rows <= 128 else 256)
     return tensor_core_tile(shape, rows, sms, shared)
 
 
@@ -223,6 +272,8 @@ def fits_workspace(tile: WeightOnlyTile, programs: int, splits: int) -> bool:
 MEASURED_CLASSES = (16, 32, 64, 128, 256)
 """The ROW_CLASSES that are measured at start-up. For up to UNMEASURED_MAX_ROWS the time of a layer alone says too
 little: the tiles that won alone made a step of Llama-3.1-8B in float8 take 3.39 ms instead of 2.90."""
+PERSISTENT_CLASSES = (512, 4096)
+"""The ROW_CLASSES that are measured too where PersistentTiles can be used. More rows use the choice of the last."""
 SHAPES = {
     16: ((32, 2, 6), (64, 2, 4), (64, 2, 6), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 4, 6), (128, 8, 4)),
     32: ((32, 2, 4), (64, 2, 4), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4)),
@@ -241,11 +292,23 @@ MIN_ROWS_DOUBLED = 128
 one."""
 
 
-def candidates(shape: WeightOnlyShape, rows: int, sms: int, shared: int) -> list[WeightOnlyTile | None]:
-    """Tiles to measure for one of MEASURED_CLASSES, the default first. None: dequantize and multiply by cuBLAS.
+def candidates(shape: WeightOnlyShape, rows: int, sms: int, shared: int, *, wgmma: bool = False) -> list[MeasuredTile]:
+    """Tiles to measure for one of MEASURED_CLASSES or PERSISTENT_CLASSES, the default first.
 
-    sms: multiprocessors of the GPU. shared: bytes of shared memory per program.
+    None: dequantize and multiply by cuBLAS. sms, shared, wgmma: as in `default_tile`.
     """
+    if not wgmma or not PersistentTile.supports(shape) or rows < PERSISTENT_ROWS[0]:
+        return [*_tensor_core_candidates(shape, rows, sms, shared)]
+    found: list[MeasuredTile] = [PersistentTile(columns=128), PersistentTile(columns=256)]
+    if rows > 128:
+        found.reverse()
+    if rows in PERSISTENT_CLASSES:
+        return [found[0], None] if rows <= PERSISTENT_ROWS[1] else [None, found[0]]
+    return [*found, *_tensor_core_candidates(shape, rows, sms, shared)]
+
+
+def _tensor_core_candidates(shape: WeightOnlyShape, rows: int, sms: int, shared: int) -> list[WeightOnlyTile | None]:
+    """As `candidates`, among the tiles of the tensor-core kernel."""
     default = tensor_core_tile(shape, rows, sms, shared)
     if default is None:  # no tile fits
         return [None]

@@ -8,12 +8,25 @@ import torch
 
 from engine.core.autotune import AutotunedOp, Operands, version_of
 from engine.ops.common import launch
-from engine.ops.common.launch import num_sms, shared_memory
-from engine.ops.gemm import packed_layout, skinny, skinny_launch, weight_only, weight_only_launch, weight_only_tiles
+from engine.ops.common.launch import has_wgmma, num_sms, shared_memory
+from engine.ops.gemm import (
+    packed_layout,
+    persistent_w4a16,
+    persistent_w4a16_launch,
+    skinny,
+    skinny_launch,
+    stream_k,
+    weight_only,
+    weight_only_launch,
+    weight_only_tiles,
+)
 from engine.ops.gemm.packed_layout import PackedMatrix
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.ops.gemm.weight_only_tiles import (
     MEASURED_CLASSES,
+    PERSISTENT_CLASSES,
+    MeasuredTile,
+    PersistentTile,
     WeightOnlyShape,
     WeightOnlyTile,
     candidates,
@@ -21,17 +34,19 @@ from engine.ops.gemm.weight_only_tiles import (
 )
 
 
-class WeightOnlyOp(AutotunedOp[WeightOnlyTile | None]):
+class WeightOnlyOp(AutotunedOp[MeasuredTile]):
     """Weight-only GEMM, with the activation of a gated layer. None: dequantize the matrix and multiply by cuBLAS.
 
     Operands' weights: PackedMatrix.tensors.
     """
 
-    def __init__(self, matmul: WeightOnlyMatmul, shape: WeightOnlyShape, max_rows: int = MEASURED_CLASSES[-1]) -> None:
+    def __init__(self, matmul: WeightOnlyMatmul, shape: WeightOnlyShape, max_rows: int | None = None) -> None:
         """max_rows: the layer multiplies more rows in another way."""
         self.shape = shape
         self._matmul = matmul
-        self._row_classes = [rows for rows in MEASURED_CLASSES if rows <= max_rows]
+        self._wgmma = has_wgmma(matmul.device)
+        more = PERSISTENT_CLASSES if self._wgmma and PersistentTile.supports(shape) else ()
+        self._row_classes = [rows for rows in (*MEASURED_CLASSES, *more) if max_rows is None or rows <= max_rows]
 
     @property
     def key(self) -> str:
@@ -40,7 +55,16 @@ class WeightOnlyOp(AutotunedOp[WeightOnlyTile | None]):
     @property
     def version(self) -> str:
         return version_of(
-            launch, skinny, skinny_launch, weight_only, weight_only_launch, weight_only_tiles, packed_layout
+            launch,
+            packed_layout,
+            persistent_w4a16,
+            persistent_w4a16_launch,
+            skinny,
+            skinny_launch,
+            stream_k,
+            weight_only,
+            weight_only_launch,
+            weight_only_tiles,
         )
 
     @property
@@ -55,31 +79,31 @@ class WeightOnlyOp(AutotunedOp[WeightOnlyTile | None]):
     def row_classes(self) -> Sequence[int]:
         return self._row_classes
 
-    def candidates(self, rows: int) -> Sequence[WeightOnlyTile | None]:
+    def candidates(self, rows: int) -> Sequence[MeasuredTile]:
         device = self._matmul.device
-        return candidates(self.shape, rows, num_sms(device), shared_memory(device))
+        return candidates(self.shape, rows, num_sms(device), shared_memory(device), wgmma=self._wgmma)
 
-    def refine(self, rows: int, ranked: Sequence[WeightOnlyTile | None]) -> Sequence[WeightOnlyTile | None]:
+    def refine(self, rows: int, ranked: Sequence[MeasuredTile]) -> Sequence[MeasuredTile]:
         """Other numbers of splits of the fastest tile."""
         fastest = next((tile for tile in ranked if tile is not None), None)
-        return [] if fastest is None else other_splits(fastest, self.shape, rows)
+        return other_splits(fastest, self.shape, rows) if isinstance(fastest, WeightOnlyTile) else []
 
-    def name(self, candidate: WeightOnlyTile | None) -> str:
+    def name(self, candidate: MeasuredTile) -> str:
         return "library" if candidate is None else str(candidate)
 
-    def compile(self, rows: int, candidate: WeightOnlyTile | None, operands: Operands) -> None:
+    def compile(self, rows: int, candidate: MeasuredTile, operands: Operands) -> None:
         if candidate is not None:
             matrix = self._matrix(operands)
             x = torch.empty((rows, self.inputs), dtype=self.dtype, device=matrix.packed.device)
             self._matmul.compile(x, matrix, operands.bias, self.shape.gated, candidate, self.shape.activation)
 
-    def run(self, candidate: WeightOnlyTile | None, x: torch.Tensor, operands: Operands) -> torch.Tensor:
+    def run(self, candidate: MeasuredTile, x: torch.Tensor, operands: Operands) -> torch.Tensor:
         matrix, gated, activation = self._matrix(operands), self.shape.gated, self.shape.activation
         if candidate is None:
             return self._matmul.dequantize_and_multiply(x, matrix, operands.bias, gated, activation)
         return self._matmul.multiply_by_tile(x, matrix, operands.bias, gated, candidate, activation)
 
-    def choose(self, rows: int, candidate: WeightOnlyTile | None) -> None:
+    def choose(self, rows: int, candidate: MeasuredTile) -> None:
         self._matmul.choose(self.shape, rows, candidate)
 
     def _matrix(self, operands: Operands) -> PackedMatrix:

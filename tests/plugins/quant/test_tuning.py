@@ -16,11 +16,12 @@ from engine.core.autotune.tuner import collect_tasks, tune_tasks
 from engine.core.layers import LayerFactory
 from engine.core.quant.base import LinearPart, LinearSpec
 from engine.ops.activation.quantize_rows import Scaling
+from engine.ops.common.launch import has_wgmma
 from engine.ops.gemm import scaled_matmul
 from engine.ops.gemm.packed_layout import GroupedLayout, W8Layout
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
-from engine.ops.gemm.weight_only_tiles import MEASURED_CLASSES
+from engine.ops.gemm.weight_only_tiles import MEASURED_CLASSES, PERSISTENT_CLASSES
 from engine.plugins.quant import w8a8_matmul
 from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel, WeightOnlyMatmuls
@@ -140,11 +141,12 @@ def test_packed_weights_are_one_call_per_order_of_inputs() -> None:
     kernel = packed()
     weights = kernel.pack_weights({})
     layout = GroupedLayout.choose(4, 64)
-    assert described(kernel, weights, bias) == [(f"weight-only gated 64x256 {layout}, {HALF}", MEASURED_CLASSES)]
+    classes = (*MEASURED_CLASSES, *(PERSISTENT_CLASSES if has_wgmma(DEVICE) else ()))
+    assert described(kernel, weights, bias) == [(f"weight-only gated 64x256 {layout}, {HALF}", classes)]
     shuffled = torch.randperm(256, device=DEVICE).to(torch.int32) // 64
     kernel = packed({"up": shuffled})
     weights = kernel.pack_weights({})
-    assert described(kernel, weights, bias) == [(f"weight-only 32x256 {layout}, {HALF}", MEASURED_CLASSES)] * 2
+    assert described(kernel, weights, bias) == [(f"weight-only 32x256 {layout}, {HALF}", classes)] * 2
     first, second = kernel.autotuned_calls(weights, bias)
     assert torch.equal(torch.cat([first.operands.bias, second.operands.bias]), bias)
     for one in (first, second):

@@ -163,8 +163,9 @@ def test_every_candidate_is_correct(matmul: Any, device: Any, half: Any, kind: s
     gemm_shape = WeightOnlyShape(gated=gated, weight_rows=96, inputs=1024, layout=layout, dtype=half, zeros=zeros)
     op = WeightOnlyOp(matmul, gemm_shape)
     first = op.candidates(rows)
-    finer = op.refine(rows, [tile for tile in first if tile is None] + [first[0]])
-    assert any(tile.splits > 1 for tile in (*first, *finer) if tile is not None)
+    split = [tile for tile in first if isinstance(tile, WeightOnlyTile)]
+    finer = op.refine(rows, [tile for tile in first if tile is None] + split[:1])
+    assert any(tile.splits > 1 for tile in (*split, *finer))
     for tile in (*first, *finer):
         check_close(op.run(tile, x, operands), exact, 2**-9 if half == torch.float16 else 2**-6)
 

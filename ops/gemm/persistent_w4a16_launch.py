@@ -1,0 +1,103 @@
+"""Launches of the persistent W4A16 kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from engine.ops.common.launch import dependent_launch, has_wgmma, num_sms
+from engine.ops.gemm.persistent_w4a16 import RUN, matmul_kernel
+from engine.ops.gemm.skinny import PLAIN
+from engine.ops.gemm.skinny_launch import gated_epilogue
+from engine.ops.gemm.weight_only_tiles import PersistentTile
+
+if TYPE_CHECKING:
+    from engine.ops.gemm.packed_layout import PackedMatrix
+
+
+@frozen(eq=False)
+class StreamKWorkspace:
+    """Memory for the partial sums and counters of Stream-K. All layers share one, as their kernels run in sequence."""
+
+    partials: torch.Tensor
+    arrivals: torch.Tensor
+
+    @classmethod
+    def on(cls, device: torch.device) -> StreamKWorkspace:
+        """Room for a tile of each multiprocessor; none on a device without wgmma."""
+        programs = num_sms(device) if has_wgmma(device) else 0
+        return cls(
+            torch.empty(programs * PersistentTile.max_sums, dtype=torch.float32, device=device),
+            torch.zeros(programs, dtype=torch.int32, device=device),
+        )
+
+
+def _swizzled(rank: int) -> gl.NVMMASharedLayout:
+    """The layout of a tile in shared memory whose rows have a multiple of 128 bytes."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+
+
+def _describe_words(packed: torch.Tensor, tile: PersistentTile, *, gated: bool) -> TensorDescriptor:
+    """Descriptor of the words of a tile and block. Gated: of runs of gate and up rows in turn."""
+    blocks, weight_rows, span = packed.shape
+    if not gated:
+        return TensorDescriptor(packed, [blocks * weight_rows, span], [span, 1], [tile.rows, span], _swizzled(2))
+    run = RUN.value
+    half = weight_rows // 2
+    shape = [blocks, half // run, 2, run, span]
+    strides = [weight_rows * span, run * span, half * span, span, 1]
+    return TensorDescriptor(packed, shape, strides, [1, tile.rows // (2 * run), 2, run, span], _swizzled(5))
+
+
+def launch(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    matrix: PackedMatrix,
+    bias: torch.Tensor | None,
+    tile: PersistentTile,
+    workspace: StreamKWorkspace,
+    *,
+    gated: bool = False,
+    activation: str = "silu",
+    compile_only: bool = False,
+) -> None:
+    """Write x W^T + bias, or act(gate) * up of it, to `out`, [rows, outputs], of x's dtype.
+
+    x: [rows, inputs], at least one row; matrix: as PersistentTile.supports says. Both contiguous, from a multiple of 16
+    bytes on. compile_only: compile without a launch, as the active triton.AsyncCompileMode says.
+    """
+    blocks, weight_rows, span = matrix.packed.shape
+    arguments = (
+        TensorDescriptor.from_tensor(out, [tile.columns, tile.rows // 2 if gated else tile.rows], _swizzled(2)),
+        TensorDescriptor.from_tensor(x, [tile.columns, span], _swizzled(2)),
+        _describe_words(matrix.packed, tile, gated=gated),
+        matrix.scales.view(torch.int32),
+        x if bias is None else bias,
+        workspace.partials,
+        workspace.arrivals,
+        x.shape[0],
+        weight_rows,
+        blocks,
+    )
+    constants = {
+        "BLOCK_N": tile.rows,
+        "STEPS": tile.steps,
+        "STAGES": tile.stages,
+        "GROUPS": matrix.layout.groups,
+        "SCALE_DTYPE": gl.float16 if matrix.scales.dtype == torch.float16 else gl.bfloat16,
+        "POWER": matrix.layout.power(x.dtype),
+        "ZERO_POINTS": matrix.zeros,
+        "EPILOGUE": gated_epilogue(activation) if gated else PLAIN.value,
+        "BIAS": bias is not None,
+        "num_warps": tile.warps,
+        **dependent_launch(x.device),
+    }
+    if compile_only:
+        matmul_kernel.warmup(*arguments, grid=(1,), **constants)
+    else:
+        programs = tile.programs(weight_rows, blocks, x.shape[0], num_sms(x.device))
+        matmul_kernel[(programs,)](*arguments, **constants)

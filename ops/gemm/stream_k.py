@@ -1,0 +1,108 @@
+"""Stream-K: how persistent programs share tiles so that all finish at the same time.
+
+A unit is one loop iteration of one tile; units are numbered tile by tile. The tiles that fill whole waves of programs
+are computed one per program and wave. The units of the remaining tiles, the first ones, are divided into contiguous
+ranges of equal length, one per program. Of a tile that several programs share, the program with the first units adds
+the sums of the programs after it, in the order of their numbers, so that results do not depend on timing. A program
+computes its range first, from its first unit on: the sums that it waits for were mostly written long before. All
+programs must run concurrently. Source: Osama et al., "Stream-K", 2023 (arXiv:2301.03598).
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def shared_units_of(tiles, units_per_tile):
+    """The number of units that are divided into ranges."""
+    return tiles % gl.num_programs(0) * units_per_tile
+
+
+@gluon.jit
+def begin_of(program, shared_units):
+    """The first unit of a program's range, which ends where the next program's begins."""
+    return program * shared_units // gl.num_programs(0)
+
+
+@gluon.jit
+def _first_whole(shared_units, units_per_tile):
+    """The first unit of this program's first tile that is not shared."""
+    return shared_units + gl.program_id(0) * units_per_tile
+
+
+@gluon.jit
+def first_unit(shared_units, units_per_tile):
+    """The first unit that this program computes; not less than the number of units where there is none."""
+    begin = begin_of(gl.program_id(0), shared_units)
+    end = begin_of(gl.program_id(0) + 1, shared_units)
+    return gl.where(begin < end, begin, _first_whole(shared_units, units_per_tile))
+
+
+@gluon.jit
+def unit_after(unit, shared_units, units_per_tile):
+    """The unit that this program computes after `unit`."""
+    unit += 1
+    is_next_tile = (unit > shared_units) & (unit % units_per_tile == 0)
+    other_tiles = gl.where(is_next_tile, (gl.num_programs(0) - 1) * units_per_tile, 0)
+    is_end_of_range = unit == begin_of(gl.program_id(0) + 1, shared_units)
+    return gl.where(is_end_of_range, _first_whole(shared_units, units_per_tile), unit + other_tiles)
+
+
+@gluon.jit
+def _by_thread(total):
+    """Sums of wgmma, [rows, columns], with 4 of a thread side by side: [rows * columns / 128, 128]."""
+    ROWS: gl.constexpr = total.shape[0]
+    COLUMNS: gl.constexpr = total.shape[1]
+    parts = total.reshape((ROWS // 16, 2, 8, COLUMNS // 8, 4, 2)).permute((0, 3, 2, 4, 1, 5))
+    return parts.reshape((ROWS * COLUMNS // 128, 128))
+
+
+@gluon.jit
+def _by_place(sums, LIKE: gl.constexpr):
+    """The inverse of `_by_thread`. LIKE: the result's type."""
+    ROWS: gl.constexpr = LIKE.shape[0]
+    COLUMNS: gl.constexpr = LIKE.shape[1]
+    parts = sums.reshape((ROWS // 16, COLUMNS // 8, 8, 4, 2, 2)).permute((0, 4, 2, 1, 3, 5))
+    return gl.convert_layout(parts.reshape((ROWS, COLUMNS)), LIKE.layout)
+
+
+@gluon.jit
+def _offsets(sums):
+    """0, 1, ... in the shape and layout of `sums`."""
+    LAYOUT: gl.constexpr = sums.type.layout
+    row = gl.arange(0, sums.shape[0], gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, sums.shape[1], gl.SliceLayout(0, LAYOUT))
+    return gl.expand_dims(row, 1) * sums.shape[1] + gl.expand_dims(column, 0)
+
+
+@gluon.jit
+def write_partial(total, partials, arrivals):
+    """Write this program's sums of a tile that another program began.
+
+    total: [rows, columns] float32. partials: [programs, rows * columns] float32. arrivals: [programs] int32, 1 where
+    sums are written and not yet read.
+    """
+    SIZE: gl.constexpr = total.shape[0] * total.shape[1]
+    place = gl.program_id(0)
+    sums = _by_thread(total)
+    gl.store(partials + place * SIZE + _offsets(sums), sums)
+    tl.debug_barrier()  # all threads' sums are written before the counter changes
+    gl.atomic_add(arrivals + place, 1, sem="release")
+
+
+@gluon.jit
+def add_partials(total, partials, arrivals, tile_end, shared_units):
+    """Add the sums of the programs whose ranges follow, up to the tile's end. Other arguments as in `write_partial`."""
+    SIZE: gl.constexpr = total.shape[0] * total.shape[1]
+    sums = _by_thread(total)
+    other = gl.program_id(0) + 1
+    while begin_of(other, shared_units) < tile_end:
+        while gl.atomic_add(arrivals + other, 0, sem="acquire") == 0:
+            pass
+        sums += gl.load(partials + other * SIZE + _offsets(sums), cache_modifier=".cg")
+        gl.store(arrivals + other, 0)
+        other += 1
+    return _by_place(sums, total.type)
