@@ -14,10 +14,11 @@ import torch
 from engine.core.layers.activation import gated_activation
 from engine.ops.experts.experts_mlp import ExpertsTile, ExpertsWeights, experts_mlp
 from engine.ops.experts.grouped_matmul import GroupedTile, grouped_matmul
+from engine.ops.experts.pack import BLOCK_INPUTS, pack_fp4, pack_int4
 from engine.ops.experts.persistent_grouped import TILE_OUTPUTS, TILE_ROWS
 from engine.ops.experts.quantize import quantize_activations
 from engine.ops.experts.sort import PairSorter
-from engine.ops.experts.weights import StackedWeight, WeightFormat
+from engine.ops.experts.weights import ExpertMatrix, StackedWeight, WeightFormat
 
 TILE = GroupedTile(outputs=TILE_OUTPUTS, block_k=0, warps=0, stages=0, persistent=True)
 HIDDEN, INNER, TOP_K = 336, 208, 2
@@ -30,6 +31,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
+from engine.ops.experts.pack import BLOCK_INPUTS, pack_fp4, pack_int4
 from engine.ops.experts.persistent_grouped import STAGES, _grouped_kernel as kernel
 
 def stack_bytes(cubin):
@@ -210,23 +212,29 @@ def test_rows_are_multiplied_by_the_matrix_of_their_expert(
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "group"), [("fp4", 32), ("int4", 32), ("int4", 128)])
 def test_dequantized_experts_compute_what_4_bit_weights_do(kind: Any, group: int, hopper: torch.device) -> None:
-    form = WeightFormat(kind=kind, group=group)
+    def random_matrix(outputs: int, inputs: int) -> ExpertMatrix:
+        q = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+        groups = -(-inputs // group)
+        if kind == "fp4":
+            return pack_fp4(q, torch.randint(119, 125, (groups, outputs), dtype=torch.uint8))
+        scales = (torch.rand(groups, outputs) * 0.02 + 0.01).to(torch.bfloat16)
+        return pack_int4(q, scales, None, group, torch.bfloat16)
 
     def random_matrices(outputs: int, inputs: int) -> StackedWeight:
-        width = -(-inputs // (2 * form.span)) * form.span
-        shape = (4, 2 * width // group, outputs)
-        if kind == "fp4":
-            scales = torch.randint(119, 125, shape, dtype=torch.uint8, device=hopper)
-        else:
-            scales = (torch.rand(shape, device=hopper) * 0.02 + 0.01).to(torch.bfloat16)
-        values = torch.randint(256, (4, outputs, width), dtype=torch.uint8, device=hopper)
-        return StackedWeight(values=values, format=form, scales=scales)
+        packed = [random_matrix(outputs, inputs) for _ in range(4)]
+        factors = [one.factor for one in packed if one.factor is not None]
+        return StackedWeight(
+            values=torch.stack([one.values for one in packed]).to(hopper),
+            format=WeightFormat(kind=kind, group=group),
+            scales=torch.stack([one.scales for one in packed]).to(hopper),
+            factors=torch.stack(factors).to(hopper) if factors else None,
+        )
 
     weights = ExpertsWeights(gate_up=random_matrices(2 * INNER, HIDDEN), down=random_matrices(HIDDEN, INNER))
-    x = torch.randn(300, HIDDEN, device=hopper).to(torch.bfloat16)
+    x = (torch.randn(300, HIDDEN, device=hopper) * HIDDEN**-0.5).to(torch.bfloat16)
     experts = torch.rand(300, 4, device=hopper).topk(TOP_K).indices.to(torch.int32)
     factors = torch.rand(300, TOP_K, device=hopper)
-    by_tiles = GroupedTile(outputs=64, block_k=form.block_k(64), warps=4, stages=3)
+    by_tiles = GroupedTile(outputs=64, block_k=BLOCK_INPUTS, warps=4, stages=3)
     found = [
         experts_mlp(x, experts, factors, weights, "silu", tile, PairSorter(4, TOP_K, hopper)).double()
         for tile in (
