@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -20,6 +21,7 @@ def quicken() -> None:
         return
     interpreter._patch_lang = prepare_once(interpreter)
     interpreter._get_np_dtype = remember_dtypes(interpreter)
+    remember_shapes(interpreter.tl.core)
     compare_to_bits(interpreter)
     # What it computes to check for overflow goes into assertions, which hold only where kernels are debugged.
     assert not interpreter.interpreter_builder.options.debug
@@ -63,6 +65,32 @@ def remember_dtypes(interpreter: Any) -> Callable[..., Any]:
         return known[name]
 
     return get_np_dtype
+
+
+def remember_shapes(language: Any) -> None:
+    """Check each shape once, and share what types and tensors of one shape have in common, which nothing changes."""
+
+    @cache
+    def of_type(sizes: tuple[int, ...]) -> tuple[Any, int]:
+        if not sizes:
+            raise TypeError("0d block_type is forbidden")
+        return language.tuple(sizes), language.validate_block_shape(sizes)
+
+    @cache
+    def of_tensor(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        return language.tuple([language.constexpr(size) for size in sizes]), language.constexpr(math.prod(sizes))
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty = element_ty
+        self.shape, self.numel = of_type(tuple(language._unwrap_if_constexpr(size) for size in shape))
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002  (some callers name it)
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_tensor(tuple(type.shape) if type.is_block() else ())
+
+    language.block_type.__init__ = block_type
+    language.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+    language.tensor.__init__ = tensor
 
 
 def compare_to_bits(interpreter: Any) -> None:
