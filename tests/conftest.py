@@ -1,4 +1,4 @@
-"""What all tests share: few threads, and no GPU tests where there is no GPU."""
+"""What all tests share: few threads, property tests without deadlines, and no GPU tests where there is no GPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.interpreter import quicken
+
+# An example may take long on a busy machine.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 # Read when torch is first imported, here and in the processes that tests start; tiny models run fastest on few threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
