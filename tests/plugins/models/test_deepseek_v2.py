@@ -10,11 +10,11 @@ import triton
 from attrs import evolve
 
 from engine.core import Engine, SamplingParams
-from engine.core.config.tree import AttentionConfig, CacheConfig, EngineConfig, ModelConfig
+from engine.core.config.tree import AttentionConfig, EngineConfig, ModelConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError, PluginError
 from engine.core.plugin_host import load_plugins, resolve
-from engine.core.runner import graph_capture, start
+from engine.core.runner import graph_capture, start_graphs
 from engine.core.weights import Checkpoint
 from engine.plugins.attention.triton import TritonAttention
 from engine.plugins.models.deepseek_v2 import DeepseekV2
@@ -33,7 +33,12 @@ CONFIG = FAMILIES[NAME].config
 PROMPTS = [[(11 * row + 5 * column + row * column) % 500 for column in range(5 + 17 * row)] for row in range(3)]
 STEPS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
-SETTINGS: dict[str, Any] = {"executor__device": "cpu", "model__dtype": "float32", "cache__memory": "1MiB"}
+SETTINGS: dict[str, Any] = {
+    "model__name": NAME,
+    "executor__device": "cpu",
+    "model__dtype": "float32",
+    "cache__memory": "1MiB",
+}
 
 
 class TestDeepseekV2(ModelConformance):
@@ -54,9 +59,7 @@ def test_greedy_tokens_equal_transformers_in_chunks_and_with_cached_prefixes_on_
 ) -> None:
     expected = greedy_tokens(checkpoint, PROMPTS, STEPS)
     for more in ({}, {"executor": threaded_ranks(2), "executor__expert_parallel": True}):
-        with Engine(
-            model=str(checkpoint), model__name=NAME, **SETTINGS, scheduler__max_batch_tokens=17, **more
-        ) as engine:
+        with Engine(model=str(checkpoint), **SETTINGS, scheduler__max_batch_tokens=17, **more) as engine:
             for _ in range(2):
                 assert [list(one.token_ids) for one in engine.generate(PROMPTS, GREEDY)] == expected
             assert engine.stats().prefix_hits > 0
@@ -66,7 +69,7 @@ def test_cache_holds_one_key_per_token_and_layer_for_all_heads(checkpoint: Path)
     spec = DeepseekV2.spec(Checkpoint.open(checkpoint).config)
     [cache, _] = spec.layer_caches
     assert (cache.num_kv_heads, cache.head_dim, cache.value_head_dim) == (1, 32 + 8, 32)  # type: ignore[union-attr]
-    with Engine(model=str(checkpoint), model__name=NAME, **SETTINGS, cache__block_size=16) as engine:
+    with Engine(model=str(checkpoint), **SETTINGS, cache__block_size=16) as engine:
         assert engine.cache_info.num_blocks == 2**20 // (2 * 16 * (32 + 8) * 4)
 
 
@@ -84,7 +87,7 @@ def test_triton_backend_gives_the_tokens_of_the_backend_torch_in_chunks_and_repl
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graph_capture, "GraphCapturer", ReplayByRunning)
-    monkeypatch.setattr(start, "use_graphs", lambda config, *_: config.executor.graphs != "off")
+    monkeypatch.setattr(start_graphs, "use_graphs", lambda config, *_: config.executor.graphs != "off")
     ReplayByRunning.captured = 0
     params = evolve(GREEDY, max_tokens=5)
     with Engine(model=str(checkpoint), **SETTINGS, executor__graphs="off") as engine:
@@ -111,25 +114,30 @@ def test_greedy_tokens_on_a_gpu_are_those_of_the_backend_torch(checkpoint: Path,
 
 
 @pytest.mark.parametrize(
-    ("device", "settings", "model", "attention"),
+    ("device", "settings", "attention"),
     [
-        (GPU, {}, NAME, "triton"),
-        (GPU, {"attention": AttentionConfig(name="triton")}, NAME, "triton"),
-        (GPU, {"attention": AttentionConfig(name="torch")}, NAME, "torch"),
-        (evolve(GPU, capability=(7, 5)), {}, NAME, "torch"),
-        (CPU, {}, NAME, "torch"),
-        (CPU, {"attention": AttentionConfig(name="native")}, "transformers", "native"),
-        (GPU, {"cache": CacheConfig(dtype="float8_e4m3fn")}, "transformers", "torch"),
+        (GPU, {}, "triton"),
+        (GPU, {"attention": AttentionConfig(name="triton")}, "triton"),
+        (GPU, {"attention": AttentionConfig(name="torch")}, "torch"),
+        (evolve(GPU, capability=(7, 5)), {}, "torch"),
+        (CPU, {}, "torch"),
     ],
-    ids=["GPU", "triton", "torch", "old GPU", "CPU", "backend without latent keys", "float8 cache"],
+    ids=["GPU", "triton", "torch", "old GPU", "CPU"],
 )
-def test_auto_takes_the_native_model_where_the_attention_backend_reads_its_cache(
-    checkpoint: Path, device: DeviceInfo, settings: dict[str, Any], model: str, attention: str
+def test_attention_backend_of_the_named_model_reads_its_cache(
+    checkpoint: Path, device: DeviceInfo, settings: dict[str, Any], attention: str
 ) -> None:
-    config = evolve(EngineConfig(), model=ModelConfig(path=str(checkpoint)), **settings)
+    config = evolve(EngineConfig(), model=ModelConfig(path=str(checkpoint), name=NAME), **settings)
     parts = resolve(config, load_plugins(), device, Checkpoint.open(checkpoint).config)
     names = {choice.extension_point: choice.name for choice in parts.choices}
-    assert (names["models"], names["attention"]) == (model, attention)
+    assert (names["models"], names["attention"]) == (NAME, attention)
+
+
+@pytest.mark.parametrize("device", [GPU, CPU], ids=["GPU", "CPU"])
+def test_fallback_serves_where_the_native_model_is_not_named(checkpoint: Path, device: DeviceInfo) -> None:
+    config = EngineConfig(model=ModelConfig(path=str(checkpoint)))
+    parts = resolve(config, load_plugins(), device, Checkpoint.open(checkpoint).config)
+    assert {choice.extension_point: choice.name for choice in parts.choices}["models"] == "transformers"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +152,7 @@ def test_what_reads_no_latent_cache_is_refused_by_a_sentence(
     checkpoint: Path, settings: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(PluginError, match=said):
-        Engine(model=str(checkpoint), model__name=NAME, **SETTINGS, **settings)
+        Engine(model=str(checkpoint), **SETTINGS, **settings)
 
 
 @pytest.mark.parametrize(
