@@ -147,7 +147,7 @@ class CalibrationModel:
         """Run one sample through a decoder layer (or another module in its place). cache: records keys and values."""
         chosen: Callable[..., torch.Tensor] = module or self._layers[layer.number]
         arguments = self._arguments[layer.number]
-        return chosen(hidden, **(arguments if cache is None else {**arguments, "past_key_values": cache}))
+        return chosen(hidden, **(arguments if cache is None else {**arguments, _cache_name(arguments): cache}))
 
     def advance(self, layer: DecoderLayer, hidden: list[torch.Tensor], cache: KVPeaks | None = None) -> None:
         """Run all samples through a decoder layer, in place."""
@@ -178,3 +178,9 @@ class CalibrationModel:
             for handle in handles:
                 handle.remove()
         return found
+
+
+def _cache_name(arguments: Mapping[str, Any]) -> str:
+    """The name of a decoder layer's argument for a cache, one of those that transformers gave it: another one from 5.24
+    on."""
+    return "cache" if "cache" in arguments else "past_key_values"

@@ -22,7 +22,9 @@ class KVPeaks:
         self.value: torch.Tensor | None = None
         """The same of values."""
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Record keys and values, of any shape, and return them unchanged for attention."""
         self.key, self.value = (
             largest if before is None else torch.maximum(before, largest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,12 @@ from typing import Any
 import torch
 import transformers
 from attrs import frozen
+
+_library: Any = transformers  # without types
+CACHE_ARGUMENT = (
+    "cache" if "cache" in inspect.signature(_library.LlamaForCausalLM.forward).parameters else "past_key_values"
+)
+"""The name of a model's argument for a cache: another one from transformers 5.24 on."""
 
 
 @frozen(kw_only=True)
@@ -59,8 +66,7 @@ def _margin(rows: torch.Tensor, chosen: int) -> float:
 
 
 def _load(path: Path, auto_class: str = "AutoModelForCausalLM", **settings: Any) -> Any:
-    library: Any = transformers  # without types
-    model = getattr(library, auto_class).from_pretrained(path, dtype=torch.float32, **settings).eval()
+    model = getattr(_library, auto_class).from_pretrained(path, dtype=torch.float32, **settings).eval()
     model.generation_config.eos_token_id = None
     return model
 

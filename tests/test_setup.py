@@ -221,6 +221,7 @@ def test_the_wheel_holds_all_packages_and_their_data(source: Path, tmp_path: Pat
     }
     data = {Path("engine/demo/engine-demo", file.name) for file in (source / "demo" / "engine-demo").glob("*")}
     data |= {Path("engine/server/page", file.name) for file in (source / "server" / "page").glob("*")}
+    data |= {Path("engine", file.relative_to(source)) for file in (source / "core/autotune/choices").glob("*.json")}
     data.add(Path("engine/cli/profile/flame.html"))
     built = {path for path in held if path.suffix in {".c", ".h", ".so"}}
     assert {path.name.partition(".")[0] for path in built} == {"_paged", "_ring"}

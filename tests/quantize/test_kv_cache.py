@@ -24,6 +24,7 @@ from engine.quantize.progress import Progress
 from engine.quantize.run import quantize
 from engine.quantize.settings import Settings
 from engine.testing.checkpoints import make_checkpoint
+from tests.reference_tokens import CACHE_ARGUMENT
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the library's own making, when it is imported
@@ -58,7 +59,7 @@ def peaks(model: Any, samples: Any) -> list[tuple[float, float, float]]:
         keys = getattr(attention, "k_norm", attention.k_proj)
         keys.register_forward_hook(lambda _, __, out: raw.append(out.abs().max().item()))
     cache = transformers.DynamicCache()
-    model(samples, past_key_values=cache)
+    model(samples, **{CACHE_ARGUMENT: cache})
     keys = [layer.keys.abs().max().item() for layer in cache.layers]
     return list(zip(keys, values, raw, strict=True))
 
@@ -118,9 +119,29 @@ def test_scales_are_those_of_the_quantized_model(model: Path, calibration: Any, 
         assert abs(largest_value / before - 1) > 0.01
 
 
+@pytest.fixture
+def former_cache_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where transformers calls the cache of an attention module `cache`, let Llama's also have the former argument,
+    `past_key_values`: compressed-tensors 0.20 knows attention modules by it."""
+    if CACHE_ARGUMENT == "past_key_values":
+        return
+    attention: Any = transformers.models.llama.modeling_llama.LlamaAttention
+    forward = attention.forward
+
+    def renamed(self: Any, *args: Any, past_key_values: Any = None, cache: Any = None, **others: Any) -> Any:
+        return forward(self, *args, cache=cache if past_key_values is None else past_key_values, **others)
+
+    monkeypatch.setattr(attention, "forward", renamed)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_engine_and_library_read_the_same_model(
-    case: Any, model: Path, calibration: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    case: Any,
+    model: Path,
+    calibration: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    former_cache_argument: None,
 ) -> None:
     """A float8 cache without being asked for and without a warning; the log probabilities of compressed-tensors'."""
     method, options = CASES[case]

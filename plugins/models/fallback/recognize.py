@@ -235,7 +235,6 @@ def _attends(module: Any, one: FoundAttention, rotary: RotarySpec) -> bool:
             position_embeddings=(cos[None], sin[None]),
             attention_mask=None,
             position_ids=torch.arange(TOKENS)[None] * 7,
-            past_key_values=None,
             use_cache=False,
         )[0],
         attended.flatten(2),

@@ -21,6 +21,7 @@ from engine.plugins.models.decoder import Decoder
 from engine.plugins.models.llama import Llama
 from engine.testing.checkpoints import TINY, make_checkpoint
 from engine.testing.model_bench import ModelBench
+from tests.reference_tokens import CACHE_ARGUMENT
 
 from .architectures import MODELS, PRE_NORM, SPARSE
 
@@ -196,7 +197,7 @@ def reference(directory: Path, model_type: str) -> torch.Tensor:
     parts, start = [], 0
     for count in CHUNKS:
         tokens = torch.tensor([PROMPT[start : start + count]])
-        parts.append(model(tokens, past_key_values=cache, use_cache=True).logits[0])
+        parts.append(model(tokens, use_cache=True, **{CACHE_ARGUMENT: cache}).logits[0])
         start += count
     return torch.cat(parts)
 
