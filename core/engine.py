@@ -22,7 +22,7 @@ from engine.core.collector import paused
 from engine.core.compilation.first_start import begin_first_start
 from engine.core.config.merge import merge_arguments
 from engine.core.config.model_name import is_hub_name
-from engine.core.config.tree import EngineConfig
+from engine.core.config.tree import AUTO, EngineConfig
 from engine.core.device import find_device
 from engine.core.errors import ConfigError, ControlError, ExecutorError
 from engine.core.executors.base import Executor, Health
@@ -127,8 +127,8 @@ class Engine:
             check_names(self.config, self.plugins, objects)
         with phases.phase("import"), paused():
             set_wait_policy(self.config.executor)
-            if self.config.executor.tensor_parallel == 1:
-                begin_first_start(self.config)
+            if self.config.executor.name == AUTO and self.config.executor.tensor_parallel == 1:
+                begin_first_start(self.config)  # another executor may run the model in processes of its own
             import torch  # noqa: F401  (the slowest import of all, timed as a phase of its own)
         with phases.phase("device"):
             self.device = find_device(self.config.executor.device)

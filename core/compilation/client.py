@@ -27,7 +27,7 @@ class CompileServer:
     def __init__(self) -> None:
         """Start the process; it imports the kernels while this one goes on. Raises OSError."""
         self._connection, theirs = Pipe()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         with theirs:
             self._process = subprocess.Popen(
                 [*COMMAND, str(theirs.fileno())],
@@ -46,7 +46,7 @@ class CompileServer:
             threading.Thread(target=work, name="compile-server", daemon=True).start()
 
     def submit(self, job: bytes) -> Future[None]:
-        """Have a job compiled, after those submitted before. The result is None, also of a job that fails."""
+        """Have a job compiled, after those submitted before. The future's result is None, even if the job fails."""
         future: Future[None] = Future()
         with self._lock:
             if not self.running:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MARKS = "engine-starts"
+DRIVER = Path("/proc/driver/nvidia/gpus")
+"""Where NVIDIA's driver describes each GPU, in a file `information`."""
 KERNELS = ("ops", "core/layers", "core/sampling", "plugins")
 """Folders of the package with kernels, or with what chooses them."""
 
 
 def begin_first_start(config: EngineConfig) -> None:
-    """Start the compile server if an engine will need it. Called before torch is imported, which takes as long."""
+    """Start the compile server if this process, which will run the model, needs it.
+
+    Called before torch is imported, so that both happen at the same time.
+    """
     if _may_use_gpu(config) and is_first_start(config):
         from engine.core.compilation.client import SHARED
 
@@ -32,8 +38,9 @@ def begin_first_start(config: EngineConfig) -> None:
 
 
 def is_first_start(config: EngineConfig) -> bool:
-    """Whether no start of this configuration, by these versions, has ended on this machine."""
-    return not os.path.exists(_mark(config))  # False too where the directory cannot be read
+    """Whether no start with these settings, but for the scheduler's, and these versions has ended with this cache and
+    kind of GPU."""
+    return not os.path.exists(_mark(config))  # a directory that cannot be read counts as a first start
 
 
 def mark_started(config: EngineConfig) -> None:
@@ -49,7 +56,7 @@ def mark_started(config: EngineConfig) -> None:
 def _may_use_gpu(config: EngineConfig) -> bool:
     """Whether an engine will most likely launch Triton kernels on an NVIDIA GPU. Does not import torch."""
     executor = config.executor
-    if executor.device.partition(":")[0] == "cpu" or executor.kernels == "plain":
+    if executor.device.partition(":")[0] == "cpu" or executor.kernels == "plain" or find_spec("triton") is None:
         return False
     return os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and _has_gpu()
 
@@ -58,12 +65,18 @@ def _has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
+def _gpus() -> list[str]:
+    """The models of this machine's GPUs, as the driver names them."""
+    lines = (line for file in sorted(DRIVER.glob("*/information")) for line in file.read_text().splitlines())
+    return [line for line in lines if line.startswith("Model:")]
+
+
 def _mark(config: EngineConfig) -> Path:
-    """The file that says so. Does not import torch or triton."""
+    """The path of a configuration's mark. Does not import torch or triton."""
     from engine.core.executors.wire import encode
 
     settings = (config.model, config.attention, config.quant, config.executor, config.cache, config.speculator)
-    content = b"".join(map(encode, settings)) + repr((_versions(), _newest_kernel())).encode()
+    content = b"".join(map(encode, settings)) + repr((_versions(), _newest_kernel(), _gpus())).encode()
     return _triton_cache() / MARKS / blake2b(content, digest_size=12).hexdigest()
 
 

@@ -41,7 +41,8 @@ class CompilingElsewhere(triton.AsyncCompileMode):  # type: ignore[misc]
             self._compilations[key] = _Compilation(compile_kernel, self._submit(key, compile_kernel))
         kernel = FutureKernel(finalize, self._compilations[key])
         captured = inspect.getclosurevars(finalize).nonlocals
-        captured["kernel_cache"][captured["key"]] = kernel  # Triton 3.6 does so only when the kernel is compiled
+        with suppress(KeyError):  # another version's names
+            captured["kernel_cache"][captured["key"]] = kernel  # Triton 3.6 does so only when the kernel is compiled
         return kernel
 
     def _submit(self, key: str, compile_kernel: Callable[[], Any]) -> Future[None] | None:

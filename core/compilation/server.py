@@ -17,6 +17,7 @@ import pkgutil
 import selectors
 import signal
 import sys
+import time
 import warnings
 from collections import deque
 from contextlib import suppress
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 NUMBER_BYTES = 4
 IDLE_SECONDS = 60.0
 """Time without a job after which the server exits."""
+MAX_COMPILE_SECONDS = 300.0
+"""Time after which a child is killed. The engine's process then compiles its kernel."""
 MAX_ERROR_BYTES = 4096
 """Fits into a pipe that is not read yet."""
 MAX_PROCESSES = 32
@@ -51,6 +54,8 @@ class _Child:
     """Of the job."""
     errors: int
     """File descriptor that the child writes its error to, and that ends with the child."""
+    deadline: float
+    """When it is killed, as time.monotonic()."""
 
 
 class Server:
@@ -72,9 +77,11 @@ class Server:
     def run(self) -> None:
         """Serve until the jobs end, or none has come for a while."""
         while self._waiting or self._children or not self._ended:
-            ready = self._selector.select(None if self._children else IDLE_SECONDS)
+            ready = self._selector.select(self._seconds_left())
             if not ready:
-                return
+                if not self._children:
+                    return
+                self._kill_late_children()
             for key, _ in ready:
                 if key.fd in self._children:
                     self._finish(self._children.pop(key.fd))
@@ -83,11 +90,17 @@ class Server:
             while self._waiting and len(self._children) < self._processes:
                 self._start(self._waiting.popleft())
 
+    def _seconds_left(self) -> float:
+        """Timeout of the next wait: until the first child is late or, without children, until the server has idled long
+        enough."""
+        if not self._children:
+            return IDLE_SECONDS
+        return max(min(child.deadline for child in self._children.values()) - time.monotonic(), 0.0)
+
     def _receive(self) -> None:
         try:
             message = self._connection.recv_bytes()
         except (EOFError, OSError):
-            self._kill_children()
             raise SystemExit(1) from None
         if message:
             self._waiting.append(message)
@@ -101,7 +114,8 @@ class Server:
         if not pid:
             self._compile_and_exit(message[NUMBER_BYTES:], theirs)
         os.close(theirs)
-        self._children[errors] = _Child(pid, int.from_bytes(message[:NUMBER_BYTES]), errors)
+        deadline = time.monotonic() + MAX_COMPILE_SECONDS
+        self._children[errors] = _Child(pid, int.from_bytes(message[:NUMBER_BYTES]), errors, deadline)
         self._selector.register(errors, selectors.EVENT_READ)
 
     def _finish(self, child: _Child) -> None:
@@ -114,10 +128,19 @@ class Server:
             error = f"the compiler was ended by signal {os.WTERMSIG(status)}".encode()
         self._connection.send_bytes(child.number.to_bytes(NUMBER_BYTES) + error)
 
-    def _kill_children(self) -> None:
+    def _kill_late_children(self) -> None:
+        """Their pipes end, so that `run` finishes them."""
+        now = time.monotonic()
+        for child in self._children.values():
+            if child.deadline <= now:
+                os.kill(child.pid, signal.SIGKILL)
+
+    def kill_children(self) -> None:
+        """Kill and await the children that run."""
         for child in self._children.values():
             os.kill(child.pid, signal.SIGKILL)
             os.waitpid(child.pid, 0)
+        self._children.clear()
 
     def _compile_and_exit(self, job: bytes, errors: int) -> NoReturn:
         """Compile in a child. The compiler's own messages are dropped: the engine compiles a failed kernel again."""
@@ -164,8 +187,13 @@ def main() -> None:
     os.nice(NICENESS)
     with paused(freeze=True), Connection(int(sys.argv[1])) as connection:
         make_launcher = prepare()
-        with suppress(BrokenPipeError):
-            Server(connection, min(Host().cores(), MAX_PROCESSES), make_launcher).run()
+        server = Server(connection, min(Host().cores(), MAX_PROCESSES), make_launcher)
+        try:
+            server.run()
+        except BrokenPipeError:  # the engine's process has ended
+            pass
+        finally:
+            server.kill_children()
 
 
 if __name__ == "__main__":

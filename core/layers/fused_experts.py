@@ -11,8 +11,8 @@ from engine.core.layers.base import torch_dtype
 from engine.core.layers.experts import PlainExperts
 from engine.core.layers.routing import RoutingSpec
 from engine.core.quant.experts import ExpertsBias, ExpertsSpec, Routing
-from engine.ops.activation import act_and_mul
-from engine.ops.common import launch
+from engine.ops.activation import act_and_mul, quantize_rows
+from engine.ops.common import fast_math, gluon_copies, launch
 from engine.ops.experts import (
     combine,
     dequantize,
@@ -32,11 +32,10 @@ from engine.ops.experts.route import route
 from engine.ops.experts.sort import PairSorter
 from engine.ops.experts.tiles import ROW_CLASSES, ExpertsShape
 from engine.ops.experts.weights import StackedWeight, WeightFormat
-from engine.ops.gemm import tile_order
 
 MAX_DEQUANTIZED_SHARE = 1 / 32
 """Maximum share of a GPU's memory for the dequantized weights of a layer's gate and up projections. All layers use the
-same memory, once in steps that the host launches and once in CUDA graphs."""
+same memory."""
 
 
 class FusedExperts(AutotunedOp[ExpertsTile]):
@@ -140,7 +139,7 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
             tiles,
             unpack,
         )
-        return version_of(launch, act_and_mul, tile_order, *experts)
+        return version_of(launch, fast_math, gluon_copies, act_and_mul, quantize_rows, *experts)
 
     @property
     def inputs(self) -> int:

@@ -58,7 +58,7 @@ def served_model_question(
                 return None
             quant = find("quant", quant_question(checkpoint, device))
             question = attention_question(config, device, checkpoint, cls, quant)
-        except EngineError:  # not the model's choice is wrong; raised again once it is made
+        except EngineError:  # raised again when the model, or the method, is taken
             return None
         try:
             find("attention", question)

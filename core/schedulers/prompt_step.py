@@ -34,7 +34,8 @@ def prompt_step(lengths: Iterable[int], kinds: Sequence[BlockKind], block_size: 
 def chunked_prompt_steps(length: int, kinds: Sequence[BlockKind], block_size: int, *, propose: int = 0) -> list[Step]:
     """Steps that compute one prompt in two chunks, the first of one token, and sample its next token greedily.
 
-    Attention backends have a kernel of its own for few tokens. The blocks hold one more token. propose: Step.propose.
+    Attention backends may have another kernel for few tokens. The blocks have room for one generated token. propose:
+    Step.propose.
     """
     params = SamplingParams(temperature=0.0, seed=0)
     prompt = NewSequence(sequence=SEQUENCE, tokens=(0,) * length, prompt_len=length, params=params)

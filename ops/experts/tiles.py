@@ -10,7 +10,7 @@ from engine.ops.experts.grouped_matmul import GroupedTile
 from engine.ops.experts.pack import BLOCK_INPUTS
 from engine.ops.experts.weights import WeightFormat
 
-ROW_CLASSES = (1, 8, 32, 128, 256, 512, 2048, 8192)
+ROW_CLASSES = (1, 8, 32, 128, 256, 512, 2048, 4096, 8192)
 """Row classes: a number of tokens uses the tiles of the smallest class that is not less, or of the last."""
 TILE_ROWS = (16, 32, 64, 128)
 """Rows of a tile, by default the smallest that hold an expert's rows where all have the same number."""
@@ -31,9 +31,10 @@ SHAPES_OF_4_BITS = {
 """(outputs of gate and up, warps, stages) of the candidates of 4-bit weights; a tile of down has twice the outputs."""
 MAX_CANDIDATE_ROWS = 2
 """How many numbers of rows are tried: the default, and the next larger."""
-MIN_DEQUANTIZED_ROWS = 256
-"""Mean rows per expert from which on 4-bit weights may be dequantized before they are multiplied. With fewer rows that
-takes longer than the kernel that dequantizes tile by tile: 1,384 and 947 us at 256 rows for gpt-oss-20b on an H200."""
+MIN_DEQUANTIZED_ROWS = 512
+"""Mean rows per expert, in the smallest step of a row class, from which on 4-bit weights may be dequantized before they
+are multiplied. At 256 rows that is slower than dequantizing tile by tile: 1,384 to 947 us for gpt-oss-20b on an H200.
+"""
 
 
 @frozen(kw_only=True)

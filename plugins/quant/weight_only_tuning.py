@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from engine.core.autotune import AutotunedOp, Operands, version_of
-from engine.ops.common import launch
+from engine.ops.activation import act_and_mul
+from engine.ops.common import fast_math, gluon_copies, launch
 from engine.ops.common.launch import has_wgmma, num_sms, shared_memory
 from engine.ops.gemm import (
     packed_layout,
@@ -16,6 +17,7 @@ from engine.ops.gemm import (
     skinny,
     skinny_launch,
     stream_k,
+    tile_order,
     weight_only,
     weight_only_launch,
     weight_only_tiles,
@@ -55,6 +57,9 @@ class WeightOnlyOp(AutotunedOp[MeasuredTile]):
     @property
     def version(self) -> str:
         return version_of(
+            act_and_mul,
+            fast_math,
+            gluon_copies,
             launch,
             packed_layout,
             persistent_w4a16,
@@ -62,6 +67,7 @@ class WeightOnlyOp(AutotunedOp[MeasuredTile]):
             skinny,
             skinny_launch,
             stream_k,
+            tile_order,
             weight_only,
             weight_only_launch,
             weight_only_tiles,

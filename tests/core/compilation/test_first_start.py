@@ -33,6 +33,9 @@ def test_the_first_start_of_each_configuration_is_the_first(monkeypatch: pytest.
     assert is_first_start(with_settings("quant", name="fp8"))
     monkeypatch.setattr(first_start, "_newest_kernel", lambda: 0.0)
     assert is_first_start(EngineConfig()), "other kernels"
+    mark_started(EngineConfig())
+    monkeypatch.setattr(first_start, "_gpus", lambda: ["Model: another"])
+    assert is_first_start(EngineConfig()), "another kind of GPU"
 
 
 def test_marks_are_deleted_with_the_kernels(cache: Path) -> None:
@@ -54,6 +57,14 @@ def test_the_cache_is_where_triton_has_it(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert first_start._triton_cache() == Path(triton.knobs.cache.dir)
     monkeypatch.setenv("TRITON_HOME", str(tmp_path))
     assert first_start._triton_cache() == Path(triton.knobs.cache.dir)
+
+
+def test_no_server_starts_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_start, "_has_gpu", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(first_start, "find_spec", lambda name: None)
+    monkeypatch.setattr(SHARED, "begin", lambda: pytest.fail("a server was started"))
+    begin_first_start(EngineConfig())
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_persistent_tiles_are_the_default_for_many_rows(form: WeightFormat, chan
     of_class = {tokens: candidates(shape, tokens) for tokens in ROW_CLASSES}
     persistent = {tokens for tokens, tiles in of_class.items() if any(tile.gate_up.persistent for tile in tiles)}
     # A class of 4-bit weights has them only if its smallest number of tokens does, to which the choice extends.
-    assert persistent == (set() if not bits else {8192} if form.is_4bit else {512, 2048, 8192})
+    assert persistent == (set() if not bits else {8192} if form.is_4bit else {512, 2048, 4096, 8192})
     for tokens, tiles in of_class.items():
         assert tiles[0] == default_tile(shape, tokens)
         assert tiles[0].gate_up.persistent == (tokens in persistent and tokens >= 2048)
