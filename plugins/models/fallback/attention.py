@@ -165,7 +165,7 @@ class AttentionCalls:
         q, k, v = _dense(q), _dense(k), _dense(v)
         run.pool.write(layer, k, v, run.batch.slots)
         out = run.attention.forward(layer, q, k, v, run.plan)
-        return out[..., : call.value_dim].unsqueeze(0)
+        return out[..., : call.value_dim].contiguous().unsqueeze(0)  # as of the library's functions: modules view it
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
     },
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "afmoe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_dense_layers": 1,
+        "moe_intermediate_size": 32,
+        "sliding_window": 24,
+    },
 }
 """model_type -> keys of config.json. Fused projections with biases and partial rotation; two kinds of layers, one
-without rotation, and scaled logits; values narrower than keys; experts and multipliers."""
+without rotation, and scaled logits; values narrower than keys; experts and multipliers; gated attention, which views
+what the attention function returns."""
