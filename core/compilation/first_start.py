@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,9 +67,12 @@ def _has_gpu() -> bool:
 
 
 def _gpus() -> list[str]:
-    """The models of this machine's GPUs, as the driver names them."""
-    lines = (line for file in sorted(DRIVER.glob("*/information")) for line in file.read_text().splitlines())
-    return [line for line in lines if line.startswith("Model:")]
+    """The models of this machine's GPUs, as the driver names them, as far as its files can be read."""
+    found: list[str] = []
+    for file in sorted(DRIVER.glob("*/information")):
+        with suppress(OSError):
+            found += [line for line in file.read_text().splitlines() if line.startswith("Model:")]
+    return found
 
 
 def _mark(config: EngineConfig) -> Path:

@@ -12,7 +12,7 @@ from engine.core.layers.experts import PlainExperts
 from engine.core.layers.routing import RoutingSpec
 from engine.core.quant.experts import ExpertsBias, ExpertsSpec, Routing
 from engine.ops.activation import act_and_mul, quantize_rows
-from engine.ops.common import fast_math, gluon_copies, launch
+from engine.ops.common import fast_math, gluon_copies, gluon_tiles, launch
 from engine.ops.experts import (
     combine,
     dequantize,
@@ -139,7 +139,7 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
             tiles,
             unpack,
         )
-        return version_of(launch, fast_math, gluon_copies, act_and_mul, quantize_rows, *experts)
+        return version_of(launch, fast_math, gluon_copies, gluon_tiles, act_and_mul, quantize_rows, *experts)
 
     @property
     def inputs(self) -> int:

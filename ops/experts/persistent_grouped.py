@@ -27,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engine.ops.activation.act_and_mul import activate
 from engine.ops.common import gluon_copies
+from engine.ops.common.gluon_tiles import halves
 from engine.ops.common.launch import dependent_launch, num_sms, release, wait
 
 if TYPE_CHECKING:
@@ -160,13 +161,6 @@ def _load(arguments, pairs, shared, items, TOP_K: gl.constexpr, GATHER: gl.const
 
 
 @gluon.jit
-def _halves(values):
-    """Split the columns into a left and a right half."""
-    HALF: gl.constexpr = values.shape[1] // 2
-    return values.reshape((values.shape[0], 2, HALF)).permute((0, 2, 1)).split()
-
-
-@gluon.jit
 def _finish(total, scale, row_scale, bias, SCALES: gl.constexpr, X_SCALES: gl.constexpr, BIAS: gl.constexpr):
     """The sums in float32, scaled, with the bias. scale, bias: [columns], in any layout; row_scale: [rows]."""
     columns: gl.constexpr = gl.SliceLayout(0, total.type.layout)
@@ -255,7 +249,7 @@ def _multiply(
                 step += 1
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(free.index((step + NUM_STAGES - 1) % NUM_STAGES), count=1)
-            left, right = _halves(acc)
+            left, right = halves(acc)
             left = _finish(left, first_scale, row_scale, first_bias, SCALES, X_SCALES, BIAS)
             right = _finish(right, second_scale, row_scale, second_bias, SCALES, X_SCALES, BIAS)
             if GATED:

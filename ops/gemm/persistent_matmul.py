@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engine.ops.common import gluon_copies
+from engine.ops.common.gluon_tiles import halves
 from engine.ops.common.launch import dependent_launch, num_sms, release, wait
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.ops.gemm.split_k import add_others, is_last
@@ -59,13 +60,6 @@ def _step(tile, begin_m, begin_n, start, rows, outputs, first, end, BLOCK_K: gl.
 
 
 @gluon.jit
-def _halves(values):
-    """Split the columns into a left and a right half."""
-    HALF: gl.constexpr = values.shape[1] // 2
-    return values.reshape((values.shape[0], 2, HALF)).permute((0, 2, 1)).split()
-
-
-@gluon.jit
 def _send(out, pieces, values, begin_m, begin_n, NUMBER: gl.constexpr):
     """Store PIECE columns of a tile by TMA. Two shared-memory buffers alternate: the other may still be read from."""
     piece = pieces.index(NUMBER % 2)
@@ -82,15 +76,15 @@ def _store(out, pieces, total, x_scale, scale, bias, begin_m, begin_n, BIAS: gl.
     result = total.to(gl.float32) * gl.expand_dims(gl.convert_layout(scale, line), 0) * gl.expand_dims(x_scale, 1)
     if BIAS:
         result += gl.expand_dims(gl.convert_layout(bias, line).to(gl.float32), 0)
-    left, right = _halves(result.to(out.dtype))
+    left, right = halves(result.to(out.dtype))
     if 2 * out.block_shape[1] == total.shape[1]:
         _send(out, pieces, left, begin_m, begin_n, 0)
         _send(out, pieces, right, begin_m, begin_n, 1)
     else:
-        values = _halves(left)
+        values = halves(left)
         _send(out, pieces, values[0], begin_m, begin_n, 0)
         _send(out, pieces, values[1], begin_m, begin_n, 1)
-        values = _halves(right)
+        values = halves(right)
         _send(out, pieces, values[0], begin_m, begin_n, 2)
         _send(out, pieces, values[1], begin_m, begin_n, 3)
 

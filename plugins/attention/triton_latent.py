@@ -10,7 +10,8 @@ from attrs import frozen
 
 from engine.core.attention import AttentionSpec, ForwardBatch, KVPool
 from engine.core.quant import FLOAT8
-from engine.plugins.attention.triton_prefill import shared_memory, to_device
+from engine.core.transfer import to_device
+from engine.plugins.attention.triton_prefill import shared_memory
 
 MAX_LATENT = 512
 """Maximum numbers of a latent, whose sum for 64 rows takes half of the registers of a program."""
@@ -84,7 +85,8 @@ class LatentKernels:
 
         sequences = np.arange(batch.num_decodes, batch.num_sequences)
         tiles = prefill_tiles(batch.query_lens_host, batch.context_lens_host, sequences, self._tokens_per_tile)
-        return to_device(tiles, batch.tokens.device)
+        [sent] = to_device([tiles], batch.tokens.device)
+        return sent
 
     def attend(self, layer: int, q: torch.Tensor, plan: LatentPlan, out: torch.Tensor) -> None:
         """Compute one layer. q: [tokens, heads, head_dim]; out: [tokens, heads, size of a latent]."""

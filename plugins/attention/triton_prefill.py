@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 
 from engine.core.attention import AttentionSpec, ForwardBatch, KVPool
+from engine.core.transfer import to_device
 
 MIN_WIDENED_ROWS = 512
 """Minimum rows (new tokens times query heads per KV head) of a sequence whose keys and values are widened: four tiles,
@@ -81,7 +82,8 @@ class PrefillPlanner:
             persistent=self._persistent,
         )
         tiles = prefill_tiles(queries, batch.context_lens_host, sequences, config.tokens(self._group))
-        return PrefillPart(to_device(tiles, batch.tokens.device), batch.block_tables, config)
+        [sent] = to_device([tiles], batch.tokens.device)
+        return PrefillPart(sent, batch.block_tables, config)
 
     def _find_widened(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The sequences to widen, in ascending order: those with the most new tokens, as far as there is room."""
@@ -120,16 +122,8 @@ class PrefillPlanner:
         tokens = self.widened_config.tokens(self._group)
         tiles = prefill_tiles(batch.query_lens_host, batch.context_lens_host, sequences, tokens)
         tiles[:, 0] = np.searchsorted(sequences, tiles[:, 0])
-        device = batch.tokens.device
-        return PrefillPart(
-            to_device(tiles, device), to_device(tables, device), self.widened_config, to_device(blocks, device)
-        )
-
-
-def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy to the device; on a GPU asynchronously."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+        sent_tiles, sent_tables, sent_blocks = to_device([tiles, tables, blocks], batch.tokens.device)
+        return PrefillPart(sent_tiles, sent_tables, self.widened_config, sent_blocks)
 
 
 def shared_memory(device: torch.device) -> int:

@@ -59,6 +59,15 @@ def test_the_cache_is_where_triton_has_it(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert first_start._triton_cache() == Path(triton.knobs.cache.dir)
 
 
+def test_kinds_of_gpus_are_those_that_the_driver_lets_one_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "0000:01:00.0" / "information").write_text("Model: \t NVIDIA H200\nIRQ: 5\n")
+    (tmp_path / "0000:02:00.0" / "information").mkdir()  # reading it raises OSError
+    monkeypatch.setattr(first_start, "DRIVER", tmp_path)
+    assert first_start._gpus() == ["Model: \t NVIDIA H200"]
+
+
 def test_no_server_starts_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_start, "_has_gpu", lambda: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
