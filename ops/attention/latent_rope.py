@@ -95,21 +95,21 @@ def _rotate_and_write_latents_kernel(
         row = k + token * SIZE
         cached = cache + tl.load(slots + token) * SIZE
         latent = tl.load(row + offs, mask=in_latent, other=0.0).to(tl.float32)
-        first = tl.load(row + LATENT + 2 * pair, mask=in_pair, other=0.0).to(tl.float32)
-        second = tl.load(row + LATENT + 2 * pair + 1, mask=in_pair, other=0.0).to(tl.float32)
+        k1 = tl.load(row + LATENT + 2 * pair, mask=in_pair, other=0.0).to(tl.float32)
+        k2 = tl.load(row + LATENT + 2 * pair + 1, mask=in_pair, other=0.0).to(tl.float32)
         latent *= tl.rsqrt(tl.sum(latent * latent, 0) / LATENT + eps)
         latent *= tl.load(weight + offs, mask=in_latent, other=0.0).to(tl.float32)
-        _store_key(row, latent, first * c - second * s, second * c + first * s, offs, pair, LATENT, HALF)
-        _store_key(cached, latent, first * c - second * s, second * c + first * s, offs, pair, LATENT, HALF)
+        _store_key(row, latent, k1 * c - k2 * s, k2 * c + k1 * s, offs, pair, LATENT, HALF)
+        _store_key(cached, latent, k1 * c - k2 * s, k2 * c + k1 * s, offs, pair, LATENT, HALF)
     else:
         head = (tl.program_id(1) - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         mask = (head < HEADS)[:, None] & in_pair[None, :]
         source = rotated + token * token_stride + head[:, None] * head_stride + 2 * pair[None, :]
-        first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(source + 1, mask=mask, other=0.0).to(tl.float32)
+        q1 = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        q2 = tl.load(source + 1, mask=mask, other=0.0).to(tl.float32)
         target = q + (token * HEADS + head[:, None]) * SIZE + LATENT + 2 * pair[None, :]
-        tl.store(target, (first * c - second * s).to(q.dtype.element_ty), mask=mask)
-        tl.store(target + 1, (second * c + first * s).to(q.dtype.element_ty), mask=mask)
+        tl.store(target, (q1 * c - q2 * s).to(q.dtype.element_ty), mask=mask)
+        tl.store(target + 1, (q2 * c + q1 * s).to(q.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 """The kernels of latent caches compiled for GPUs that are not here, at the sizes of DeepSeek-V2: the launch parameters
-of each GPU fit its shared memory, and Hopper's matrix instruction is used. One process compiles all, since kernels are
+of each GPU fit its shared memory, and attention uses Hopper's matrix instruction. One process compiles all, since kernels are
 defined for the interpreter in this one."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes of shared memory that a program may have, by compute capability times 10."""
 CASES = [("decode", "bf16", 90), ("prefill", "bf16", 90), ("prefill", "bf16", 100), ("decode", "fp16", 120)]
-CASES += [("prefill", "fp16", 80), ("decode", "fp32", 80)]
+CASES += [("prefill", "fp16", 80), ("decode", "fp32", 80), ("rotate", "bf16", 90), ("rotate", "fp32", 80)]
 
 SCRIPT = """
 import json, sys
@@ -24,8 +24,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from engine.ops.attention.latent_decode import _decode_kernel, latent_decode_configs
 from engine.ops.attention.latent_prefill import _prefill_kernel, latent_prefill_config
+from engine.ops.attention.latent_rope import _rotate_and_write_latents_kernel
 
-def compile_kernel(kind, dtype, capability, shared):
+def compile_rotation(dtype, capability):
+    kernel = _rotate_and_write_latents_kernel
+    constants = {"HEADS": 16, "LATENT": 512, "HALF": 32, "BLOCK_HEADS": 8, "BLOCK_L": 512, "BLOCK_HALF": 32}
+    constants["PDL"] = capability >= 90
+    kinds = {"slots": "*i64", "cos": "*fp32", "sin": "*fp32", "eps": "fp32", "token_stride": "i32", "head_stride": "i32"}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "*" + dtype) for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 2})
+
+def compile_attention(kind, dtype, capability, shared):
     itemsize = 4 if dtype == "fp32" else 2
     sizes = 576 * itemsize, itemsize, shared + 1024
     if kind == "decode":
@@ -45,7 +55,10 @@ def compile_kernel(kind, dtype, capability, shared):
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if capability >= 90:
         options["launch_pdl"] = True
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+def compile_kernel(kind, dtype, capability, shared):
+    made = compile_rotation(dtype, capability) if kind == "rotate" else compile_attention(kind, dtype, capability, shared)
     return {"shared": made.metadata.shared, "wgmma": "wgmma.mma_async" in made.asm["ptx"]}
 
 json.dump([compile_kernel(*case) for case in json.load(sys.stdin)], sys.stdout)
@@ -74,4 +87,4 @@ def test_latent_kernels_fit_each_target_and_use_its_matrix_instruction(
     case: tuple[str, str, int], compiled: Any
 ) -> None:
     assert compiled[case]["shared"] <= SHARED[case[2]]
-    assert compiled[case]["wgmma"] == (case[2] == 90)
+    assert compiled[case]["wgmma"] == (case[2] == 90 and case[0] != "rotate")
