@@ -14,6 +14,7 @@ SPARSE = (
     ("qwen2_moe", "Qwen2Moe"),
     ("qwen3_moe", "Qwen3Moe"),
     ("gpt_oss", "GptOss"),
+    ("deepseek_v2", "DeepseekV2"),
 )
 """Name, also of the module, and class of language models with experts."""
 TEXT_TOWERS = (
@@ -24,21 +25,12 @@ TEXT_TOWERS = (
 """Name, class and architecture of checkpoints whose language model is loaded alone."""
 
 
-NAMED_ONLY = (("deepseek_v2", "DeepseekV2"),)
-"""As SPARSE, of models that serve only where --architecture names them."""
-# Its attention kernels have run on a GPU, but not yet the whole model (`pytest -m gpu` of its tests).
-
-
 @hookimpl
 def register_models(register: Register) -> None:
     """Register the built-in models."""
     for name, cls in (*((cls.lower(), cls) for cls in (*CAUSAL, *ADDED)), *SPARSE):
         loader = lazy(f"engine.plugins.models.{name}:{cls}")
         register(name, loader, api="2", summary=f"native: {cls}ForCausalLM checkpoints", preference=10)
-    for name, cls in NAMED_ONLY:
-        loader = lazy(f"engine.plugins.models.{name}:{cls}")
-        summary = f"native: {cls}ForCausalLM checkpoints, if named"
-        register(name, loader, api="2", summary=summary, preference=0)
     for name, cls, architecture in TEXT_TOWERS:
         loader = lazy(f"engine.plugins.models.text_tower:{cls}")
         register(name, loader, api="2", summary=f"native: {architecture} checkpoints, text only", preference=10)

@@ -10,7 +10,7 @@ import triton
 from attrs import evolve
 
 from engine.core import Engine, SamplingParams
-from engine.core.config.tree import AttentionConfig, EngineConfig, ModelConfig
+from engine.core.config.tree import AttentionConfig, CacheConfig, EngineConfig, ModelConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError, PluginError
 from engine.core.plugin_host import load_plugins, resolve
@@ -124,19 +124,29 @@ def test_greedy_tokens_on_a_gpu_are_those_of_the_backend_torch(checkpoint: Path,
     ],
     ids=["GPU", "triton", "torch", "old GPU", "CPU"],
 )
-def test_attention_backend_of_the_named_model_reads_its_cache(
+def test_auto_serves_the_checkpoint_natively_with_a_backend_that_reads_its_cache(
     checkpoint: Path, device: DeviceInfo, settings: dict[str, Any], attention: str
 ) -> None:
-    config = evolve(EngineConfig(), model=ModelConfig(path=str(checkpoint), name=NAME), **settings)
+    config = evolve(EngineConfig(), model=ModelConfig(path=str(checkpoint)), **settings)
     parts = resolve(config, load_plugins(), device, Checkpoint.open(checkpoint).config)
     names = {choice.extension_point: choice.name for choice in parts.choices}
     assert (names["models"], names["attention"]) == (NAME, attention)
 
 
-@pytest.mark.parametrize("device", [GPU, CPU], ids=["GPU", "CPU"])
-def test_fallback_serves_where_the_native_model_is_not_named(checkpoint: Path, device: DeviceInfo) -> None:
-    config = EngineConfig(model=ModelConfig(path=str(checkpoint)))
-    parts = resolve(config, load_plugins(), device, Checkpoint.open(checkpoint).config)
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [
+        ({"q_lora_rank": 1536}, {}),
+        ({}, {"attention": AttentionConfig(name="native")}),
+        ({}, {"cache": CacheConfig(dtype="float8_e4m3fn")}),
+    ],
+    ids=["queries from a latent", "backend without latent keys", "float8 cache"],
+)
+def test_auto_takes_the_fallback_where_the_native_model_cannot_serve(
+    checkpoint: Path, changes: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    config = evolve(EngineConfig(), model=ModelConfig(path=str(checkpoint)), **settings)
+    parts = resolve(config, load_plugins(), CPU, {**Checkpoint.open(checkpoint).config, **changes})
     assert {choice.extension_point: choice.name for choice in parts.choices}["models"] == "transformers"
 
 
