@@ -82,6 +82,8 @@ class Connection(HttpProtocol):
         """Whether the client still has something to read, or has sent something that this process has not read."""
         if self.transport.get_write_buffer_size():
             return True
+        if self.transport.is_closing():  # without a socket where TLS has closed it
+            return False
         poll = select.poll()
         poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
         return bool(poll.poll(0))
@@ -248,6 +250,8 @@ class Connection(HttpProtocol):
         """Number of bytes that wait in this process and in the kernel for the client to read them."""
         waiting = self.transport.get_write_buffer_size()
         connection = self.transport.get_extra_info("socket")
+        if connection is None:  # closed by TLS, which reports that in a moment
+            return waiting
         try:  # Linux: what the client has not acknowledged; its buffer may be large, so `waiting` alone moves in jumps
             unread = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, b"\0" * 4)
         except (OSError, ValueError):  # not on this system, or closed already
