@@ -32,7 +32,7 @@ def kill() -> None:
 
 
 def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.raise_signal(signal.SIGSTOP)  # to this thread: after os.kill it may go on until another has stopped all
 
 
 def sleep_for_ever() -> None:
