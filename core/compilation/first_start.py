@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import suppress
+from functools import cache
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,7 +85,9 @@ def _mark(config: EngineConfig) -> Path:
     return _triton_cache() / MARKS / blake2b(content, digest_size=12).hexdigest()
 
 
+@cache
 def _versions() -> list[str]:
+    """Of the packages that compile, as this process found them."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = []
@@ -96,8 +99,9 @@ def _versions() -> list[str]:
     return found
 
 
+@cache
 def _newest_kernel() -> float:
-    """When a source of kernels last changed."""
+    """When a source of kernels last changed, as of the first call: this process runs no later source."""
     package = Path(engine.__file__).parent
     return max(file.stat().st_mtime for folder in KERNELS for file in (package / folder).glob("**/*.py"))
 

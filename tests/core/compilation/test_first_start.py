@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,25 @@ def test_the_first_start_of_each_configuration_is_the_first(monkeypatch: pytest.
     mark_started(EngineConfig())
     monkeypatch.setattr(first_start, "_gpus", lambda: ["Model: another"])
     assert is_first_start(EngineConfig()), "another kind of GPU"
+
+
+def test_a_process_looks_at_the_sources_of_kernels_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[Path] = []
+    glob = Path.glob
+
+    def noted(folder: Path, pattern: str) -> Iterator[Path]:
+        folders.append(folder)
+        return iter(glob(folder, pattern))
+
+    monkeypatch.setattr(Path, "glob", noted)
+    monkeypatch.setattr(first_start, "_gpus", list)
+    first_start._newest_kernel.cache_clear()
+    config = with_settings("executor", device="cpu")
+    begin_first_start(config)
+    assert is_first_start(config)
+    mark_started(config)
+    assert not is_first_start(config)
+    assert [folder.name for folder in folders] == [Path(name).name for name in first_start.KERNELS]
 
 
 def test_marks_are_deleted_with_the_kernels(cache: Path) -> None:
