@@ -58,7 +58,7 @@ def served_model_question(
                 return None
             quant = find("quant", quant_question(checkpoint, device))
             question = attention_question(config, device, checkpoint, cls, quant)
-        except EngineError:  # raised again when the model, or the method, is taken
+        except EngineError:  # `resolve` raises it when it takes the model, or the method
             return None
         try:
             find("attention", question)

@@ -171,6 +171,7 @@ def resolve(
     by_auto = config.model.name == AUTO and "model" not in overrides
     served = served_model_question(config, device, checkpoint, lambda *asked: find(*asked)[0])
     choose("model", served if by_auto else model_question(checkpoint))
+    shape_of(chosen["model"], checkpoint)  # a fault of its own comes before what others refuse
     choose("quant", quant_question(checkpoint, device))
     drafter: DrafterParts | None = None
     if config.speculator.name or "speculator" in overrides:

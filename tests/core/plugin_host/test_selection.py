@@ -443,6 +443,17 @@ def test_a_model_class_that_cannot_say_its_shape_is_named(spec: Any, error: type
         resolve(EngineConfig(), registry(offer), CPU, {})
 
 
+@pytest.mark.parametrize("name", ["auto", "mine"])
+def test_a_fault_of_the_model_is_named_before_the_quantization_method_refuses(name: str) -> None:
+    mine = concrete(Model, refuses=refusing(None), spec=classmethod(raising(KeyError("hidden_size"))))
+    plugins = registry(
+        ("models", "mine", mine, 1), ("quant", "picky", concrete(QuantMethod, refuses=refusing("no")), 1)
+    )
+    config = evolve(EngineConfig(), model=ModelConfig(name=name), quant=QuantConfig(name="picky"))
+    with pytest.raises(PluginError, match=r"^model 'mine' .* failed in spec\(\): KeyError: 'hidden_size'"):
+        resolve(config, plugins, GPU, {})
+
+
 def test_options_beside_a_finished_policy_are_not_ignored() -> None:
     config = evolve(EngineConfig(), scheduler=SchedulerConfig(options={"splits": 1}))
     with pytest.raises(ConfigError, match=r"scheduler.options is set"):
