@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from triton.runtime.cache import triton_key
 
-from engine.core.autotune.tuner import begin_tuning
+from engine.core.autotune.tuner import begin_tuning, tune
 from engine.core.compilation.client import SHARED
 from engine.core.compilation.first_start import is_first_start, mark_started
 from engine.core.compilation.recording import recording
@@ -55,6 +55,20 @@ def compile_ahead(
     if group.ranks > 1:
         SHARED.wait()
         group.minimum(0)  # a barrier
+
+
+def tune_in_turn(config: EngineConfig, group: RankGroup, factories: Iterable[LayerFactory]) -> None:
+    """Choose the kernels of all layers: the first rank measures, and the others find its results on disk.
+
+    So the ranks choose alike, and only the first compiles candidates. A rank with another disk, or another kind of GPU,
+    finds no results, and measures too.
+    """
+    if group.rank > 0:
+        group.minimum(0)  # a barrier, which the first rank reaches below
+    for factory in factories:
+        tune(factory, config.executor.kernel_cache)
+    if group.rank == 0 and group.ranks > 1:
+        group.minimum(0)
 
 
 def end_compile_ahead(config: EngineConfig) -> None:

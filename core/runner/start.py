@@ -126,7 +126,7 @@ class RunnerStart:
         enter_device(self._device)
         has_kernels = self._fused and self._device.type == "cuda"
         if has_kernels:
-            from engine.core.runner.compile_ahead import begin_key, compile_ahead, end_compile_ahead
+            from engine.core.runner.compile_ahead import begin_key, compile_ahead, end_compile_ahead, tune_in_turn
 
             begin_key()
         with phases.phase("model"):
@@ -143,13 +143,10 @@ class RunnerStart:
         kv_scales = find_kv_scales(self._spec, layers.kv_scales)
         self._sinks = find_sinks(self._spec, layers.sinks, self._parts.owner("models"))
         if has_kernels:
-            from engine.core.autotune.tuner import tune
-
             with phases.phase("recording"):
                 compile_ahead(self._config, self._group, factories, lambda: self._record_launches(model, kv_scales))
             with phases.phase("tuning"):
-                for factory in factories:
-                    tune(factory, self._config.executor.kernel_cache)
+                tune_in_turn(self._config, self._group, factories)
         weights = layers.nbytes + (0 if self._drafter is None else self._drafter.nbytes)
         with phases.phase("memory"):
             activations = self._measure_activations(model, kv_scales)

@@ -13,7 +13,7 @@ from engine.core.compilation.client import SHARED
 from engine.core.config.tree import EngineConfig
 from engine.core.distributed.rank_group import OneRank
 from engine.core.runner import compile_ahead as module
-from engine.core.runner.compile_ahead import compile_ahead, end_compile_ahead
+from engine.core.runner.compile_ahead import compile_ahead, end_compile_ahead, tune_in_turn
 
 CONFIG = EngineConfig()
 
@@ -50,6 +50,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(module, "recording", recording)
     monkeypatch.setattr(module, "begin_tuning", lambda factory, directory: calls.append(factory))
+    monkeypatch.setattr(module, "tune", lambda factory, directory: calls.append(f"tune {factory}"))
     monkeypatch.setattr(SHARED, "wait", lambda: calls.append("wait"))
     return calls
 
@@ -81,3 +82,15 @@ def test_a_start_goes_on_where_recording_fails(log: list[Any], caplog: pytest.Lo
     assert [record.getMessage() for record in caplog.records] == [
         "kernels are compiled one after another, since they could not be recorded: out of order"
     ]
+
+
+def test_the_first_rank_measures_and_the_others_then_find_its_results(log: list[Any]) -> None:
+    factories: list[Any] = ["target", "drafter"]
+    tune_in_turn(CONFIG, Rank(0, log), factories)
+    assert log == ["tune target", "tune drafter", "minimum"]
+    log.clear()
+    tune_in_turn(CONFIG, Rank(1, log), factories)
+    assert log == ["minimum", "tune target", "tune drafter"]
+    log.clear()
+    tune_in_turn(CONFIG, OneRank(), factories)
+    assert log == ["tune target", "tune drafter"]
