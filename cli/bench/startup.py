@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -57,6 +59,22 @@ def start(config: EngineConfig) -> Start:
     )
 
 
+def bytecode_hint(package: str = "torch") -> str | None:
+    """Why each start compiles the modules of a package, and what ends that. None: their bytecode is on disk."""
+    spec = find_spec(package)
+    if spec is None or spec.cached is None or os.path.exists(spec.cached):
+        return None
+    reason = f"{os.path.dirname(spec.cached)} cannot be written"
+    if sys.dont_write_bytecode:
+        reason = "PYTHONDONTWRITEBYTECODE is set, or python was started with -B"
+    command = f"python -m compileall -q {os.path.dirname(spec.origin or '')}"
+    return (
+        f"every start compiles the modules of {package}, and likely of other packages, since their bytecode is not on "
+        f"disk and {reason}; compile them once ({command}), or unset the variable and set PYTHONPYCACHEPREFIX to a "
+        "directory that is kept"
+    )
+
+
 @configured(without=OFFLINE)
 def startup(
     *,
@@ -85,6 +103,8 @@ def startup(
     # Every start writes the weights at least once.
     share = median.weights_bytes / rate / median.seconds
     print_starts(starts, median, share)
+    if (hint := bytecode_hint()) is not None:
+        say(hint)
     rows = [
         Row(metric="start-up to first token", value=median.seconds, unit="s", share=share),
         Row(metric="first start", value=starts[0].seconds, unit="s"),

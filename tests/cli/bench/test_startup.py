@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import compileall
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.cli.bench.startup import start
+from engine.cli.bench.startup import bytecode_hint, start
 from engine.core import EngineConfig
 from engine.core.config.tree import ModelConfig
 from engine.core.errors import ExecutorError
@@ -49,3 +51,20 @@ def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Unheard"]}')
     with pytest.raises(ExecutorError, match="Unheard"):
         start(EngineConfig(model=ModelConfig(path=str(tmp_path))))
+
+
+def test_modules_that_every_start_compiles_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "seldom"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    hint = bytecode_hint("seldom")
+    assert hint is not None
+    assert f"{package / '__pycache__'} cannot be written; compile them once" in hint
+    assert f"compileall -q {package})" in hint
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert "PYTHONDONTWRITEBYTECODE is set" in (bytecode_hint("seldom") or "")
+    compileall.compile_dir(package, quiet=2)
+    assert bytecode_hint("seldom") is None
+    assert bytecode_hint("is_not_installed") is None
