@@ -20,6 +20,7 @@ from engine.core.attention.base import AttentionBackend
 from engine.core.build_step_loop import StepLoopBuilder
 from engine.core.collector import paused
 from engine.core.compilation.first_start import begin_first_start
+from engine.core.compilation.head_start import begin_compiler_key, begin_driver
 from engine.core.config.merge import merge_arguments
 from engine.core.config.model_name import is_hub_name
 from engine.core.config.tree import AUTO, EngineConfig
@@ -127,9 +128,15 @@ class Engine:
             check_names(self.config, self.plugins, objects)
         with phases.phase("import"), paused():
             set_wait_policy(self.config.executor)
-            if self.config.executor.name == AUTO and self.config.executor.tensor_parallel == 1:
-                begin_first_start(self.config)  # another executor may run the model in processes of its own
+            begin_driver(self.config)
+            # Another executor may run the model in processes of its own.
+            runs_model = self.config.executor.name == AUTO and self.config.executor.tensor_parallel == 1
+            if runs_model:
+                begin_first_start(self.config)
             import torch  # noqa: F401  (the slowest import of all, timed as a phase of its own)
+
+            if runs_model:
+                begin_compiler_key(self.config)
         with phases.phase("device"):
             self.device = find_device(self.config.executor.device)
             self.config = settle(self.config, self.device, drafts="speculator" in objects)

@@ -6,5 +6,11 @@ from engine.core.lazy import exports
 
 if TYPE_CHECKING:
     from engine.core.compilation.first_start import begin_first_start as begin_first_start
+    from engine.core.compilation.head_start import (
+        begin_compiler_key as begin_compiler_key,
+        begin_driver as begin_driver,
+    )
 
-__getattr__, __dir__, __all__ = exports(__name__, first_start=("begin_first_start",))
+__getattr__, __dir__, __all__ = exports(
+    __name__, first_start=("begin_first_start",), head_start=("begin_compiler_key", "begin_driver")
+)

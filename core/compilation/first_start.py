@@ -33,7 +33,7 @@ def begin_first_start(config: EngineConfig) -> None:
 
     Called before torch is imported, so that both happen at the same time.
     """
-    if _may_use_gpu(config) and is_first_start(config):
+    if may_use_gpu(config) and is_first_start(config):
         from engine.core.compilation.client import SHARED
 
         SHARED.begin()
@@ -55,7 +55,7 @@ def mark_started(config: EngineConfig) -> None:
         log.debug("the next start is taken for the first: %s", error)
 
 
-def _may_use_gpu(config: EngineConfig) -> bool:
+def may_use_gpu(config: EngineConfig) -> bool:
     """Whether an engine will most likely launch Triton kernels on an NVIDIA GPU. Does not import torch."""
     executor = config.executor
     if executor.device.partition(":")[0] == "cpu" or executor.kernels == "plain" or find_spec("triton") is None:

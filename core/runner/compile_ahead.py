@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from triton.runtime.cache import triton_key
 
 from engine.core.autotune.tuner import begin_tuning, tune
 from engine.core.compilation.client import SHARED
@@ -21,14 +19,6 @@ if TYPE_CHECKING:
     from engine.core.layers import LayerFactory
 
 log = logging.getLogger(__name__)
-
-
-def begin_key() -> None:
-    """Begin to compute what all keys of kernels on disk begin with: a digest of the compiler, 0.3 s and more.
-
-    Triton computes it when it is first needed, and remembers it.
-    """
-    threading.Thread(target=triton_key, name="triton-key", daemon=True).start()
 
 
 def compile_ahead(

@@ -126,9 +126,7 @@ class RunnerStart:
         enter_device(self._device)
         has_kernels = self._fused and self._device.type == "cuda"
         if has_kernels:
-            from engine.core.runner.compile_ahead import begin_key, compile_ahead, end_compile_ahead, tune_in_turn
-
-            begin_key()
+            from engine.core.runner.compile_ahead import compile_ahead, end_compile_ahead, tune_in_turn
         with phases.phase("model"):
             free = free_memory(self._device)
             if self._device.type == "cpu":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import evolve
 
 from engine.core.collector import finish_start, paused
-from engine.core.compilation import begin_first_start
+from engine.core.compilation import begin_compiler_key, begin_driver, begin_first_start
 from engine.core.executors import CALL_BYTE, Answer, MessageDecoder, PendingResult, answer_call, decode_call
 from engine.core.gc_pauses import GcPauses
 from engine.core.shm import RingClosedError, RingTimeoutError
@@ -185,9 +185,12 @@ def make_runner(assignment: Assignment, phases: Phases) -> Runner:
     """Make the runner of one rank, with the plugins that the executor's process has chosen."""
     with phases.phase("import"), paused(freeze=assignment.config.server.gc_freeze):
         set_wait_policy(assignment.config.executor)
+        begin_driver(assignment.config)
         if assignment.rendezvous.rank == 0:
             begin_first_start(assignment.config)
         from engine.core.runner import Runner  # noqa: F401  (most of the import time, counted where it happens)
+
+        begin_compiler_key(assignment.config)
     from engine.core.device import find_device
     from engine.core.distributed import join
     from engine.core.executors import Deployment

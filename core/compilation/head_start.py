@@ -1,0 +1,55 @@
+"""Begins in threads what a start on a GPU would wait for later, while this process imports and chooses plugins."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from engine.core.compilation.first_start import may_use_gpu
+
+if TYPE_CHECKING:
+    from engine.core.config.tree import EngineConfig
+
+DRIVER = "libcuda.so.1"
+MODULE_LOADING = "CUDA_MODULE_LOADING"
+
+
+def begin_driver(config: EngineConfig) -> threading.Thread | None:
+    """Begin to initialize the GPU's driver, 0.1 s and more; to be called before torch is imported.
+
+    Takes no memory of a GPU. Returns the thread, which nothing needs to wait for: who calls the driver does.
+    """
+    if not may_use_gpu(config):
+        return None
+    os.environ.setdefault(MODULE_LOADING, "LAZY")  # as torch, which sets it before it initializes the driver
+    return _begin("driver", _initialize_driver)
+
+
+def begin_compiler_key(config: EngineConfig) -> threading.Thread | None:
+    """Begin to compute what all keys of kernels on disk begin with: a digest of the compiler, 0.3 s and more.
+
+    To be called once torch is imported. Triton computes the digest when it is first needed, and remembers it; it reads
+    files and hashes them, which leaves Python's lock to other threads.
+    """
+    return _begin("triton-key", _compute_key) if may_use_gpu(config) else None
+
+
+def _begin(name: str, work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _initialize_driver() -> None:
+    with suppress(OSError, AttributeError):  # another vendor's GPU
+        ctypes.CDLL(DRIVER).cuInit(0)
+
+
+def _compute_key() -> None:
+    from triton.runtime.cache import triton_key
+
+    triton_key()
