@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -135,10 +136,10 @@ class DecodeGraphs:
 
         on_progress: called with the number of captures done and the number of all.
         """
-        wanted = [(size, path) for path in self._sampler.graph_paths for size in reversed(self._sizes)]
-        for done, (size, path) in enumerate(wanted):
-            on_progress(done, len(wanted))
-            self._capture(size, path)
+        paths = self._sampler.graph_paths
+        for done, size in enumerate(reversed(self._sizes)):
+            on_progress(done * len(paths), len(self._sizes) * len(paths))
+            self._capture(size, paths)
         if self._draft_batch is not None and self._fused and self._device.type == "cuda":
             self._draft_batch.capture(self._capturer)
 
@@ -164,7 +165,7 @@ class DecodeGraphs:
         path = self._sampler.graph_path(decodes)
         graph = self._graphs.get((size, path.name))
         if graph is None:
-            graph = self._capture(size, path)
+            [graph] = self._capture(size, [path])
         self._send(decodes, size, iterations)
         timer.end("prepare")
         samples = []
@@ -215,7 +216,7 @@ class DecodeGraphs:
         batch, sampler, plain = self._persistent_batch, self._sampler, len(step.decodes)
         sequences = (*step.decodes, *(part.sequence for part in step.drafts for _ in part.tokens))
         count, size, path = len(sequences), self.size(len(sequences)), sampler.graph_path(sequences)
-        graph = self._graphs.get((size, path.name)) or self._capture(size, path)
+        graph = self._graphs.get((size, path.name)) or self._capture(size, [path])[0]
         self.invalidate()
         assert self._draft_batch is not None, "a step with drafts that `fits`"
         drafts, owners = self._draft_batch.send(step, size)
@@ -288,23 +289,27 @@ class DecodeGraphs:
         self._positions[:size].zero_()
 
     @torch.inference_mode()
-    def _capture(self, size: int, path: SamplingPath) -> _Graph:
-        """Capture the decode step of a batch of padding rows."""
+    def _capture(self, size: int, paths: Sequence[SamplingPath]) -> list[_Graph]:
+        """Capture the decode steps of a batch of padding rows, one for each sampling path."""
         self._pad(size)
-        batch = self.batch(size)
-        run = self._state.graph_pass(batch, GraphSlot(num_sequences=size))
-        replay, logits = self._capturer.capture(lambda: self._step(run, size, path), self._warm_up(size, path))
-        if logits is not None:
-            logits = weak_ref_tensor(logits)
-        self._num_replays.fill_(self._num_replays_launched)
-        self._graphs[size, path.name] = made = _Graph(replay, logits, run)
-        return made
+        run = self._state.graph_pass(self.batch(size), GraphSlot(num_sequences=size))
+        endings = [partial(self._finish, size, path) for path in paths]
 
-    def _warm_up(self, size: int, path: SamplingPath) -> Callable[[], object] | None:
-        """Sampling alone, if the capture of another path has run the forward pass of this batch size."""
-        if not any(other == size for other, _ in self._graphs):
-            return None
-        return lambda: self._sample_alone(size, path)
+        def begin() -> torch.Tensor:
+            return self._forward(run, size)
+
+        def warm_up() -> None:
+            hidden = begin()
+            for ending in endings:
+                ending(hidden)
+
+        captured = self._capturer.capture_alike(begin, endings, warm_up)
+        self._num_replays.fill_(self._num_replays_launched)
+        graphs = [
+            _Graph(replay, None if logits is None else weak_ref_tensor(logits), run) for replay, logits in captured
+        ]
+        self._graphs.update({(size, path.name): graph for path, graph in zip(paths, graphs, strict=True)})
+        return graphs
 
     def _sample_alone(self, size: int, path: SamplingPath) -> CapturedTokens | torch.Tensor:
         """Sample from hidden states of zeros, by the kernels of a graph."""
@@ -342,9 +347,16 @@ class DecodeGraphs:
 
     def _step(self, run: ForwardPass, size: int, path: SamplingPath) -> torch.Tensor | None:
         """Run one decode step; returns the logits where the sampling path cannot finish inside the graph."""
+        return self._finish(size, path, self._forward(run, size))
+
+    def _forward(self, run: ForwardPass, size: int) -> torch.Tensor:
+        """The part of a decode step that all sampling paths share; returns the hidden states."""
+        self._begin(run.batch, self._rows[:size])
+        return self._model.forward(run)
+
+    def _finish(self, size: int, path: SamplingPath, hidden: torch.Tensor) -> torch.Tensor | None:
+        """What follows `_forward` in the decode step of a sampling path; returns what `_step` does."""
         rows = self._rows[:size]
-        self._begin(run.batch, rows)
-        hidden = self._model.forward(run)
         captured = path.capture(self._model, hidden, rows)
         if isinstance(captured, torch.Tensor):
             self._positions[:size].add_(rows != self._persistent_batch.padding_row)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 
+from engine.core.runner.graph_extension import ExtendedGraph, GraphExtender
+
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class GraphCapturer:
     """Captures work on a GPU in CUDA graphs that share one memory pool."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._memory = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device, *, extends: bool = True) -> None:
+        """extends: whether a graph may be extended by another capture. NCCL's operations were not tried."""
+        self._memory = torch.cuda.MemPool()
+        """Of all graphs, while this object lives."""
+        self._pool: Any = self._memory.id
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = device
+        self._extender = GraphExtender.find() if extends else None
+        self._first: torch.cuda.CUDAGraph | None = None
+        """The first graph that was extended: PyTorch's pool of pinned memory ends with the last graph of the pool."""
 
     def capture(
         self, work: Callable[[], T], warm_up: Callable[[], object] | None = None
@@ -29,6 +38,49 @@ class GraphCapturer:
         """
         (replay,), made = self.capture_segments(lambda break_graph: work(), warm_up)
         return replay, made
+
+    def capture_alike(
+        self, begin: Callable[[], T], endings: Iterable[Callable[[T], U]], warm_up: Callable[[], object]
+    ) -> list[tuple[Callable[[], None], U]]:
+        """Capture a graph for each ending: `begin`, then the ending with what `begin` returned. The beginning is
+        captured once, where the driver can extend a graph.
+
+        Returns, per ending, what `capture` does. What `begin` returned may be overwritten when all are captured.
+        """
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            warm_up()
+            if self._extender is None:
+                captured = [self.capture(_joined(begin, ending), lambda: None) for ending in endings]
+            else:
+                captured = self._extend(self._extender, begin, endings)
+        current.wait_stream(self._stream)
+        return captured
+
+    def _extend(
+        self, extender: GraphExtender, begin: Callable[[], T], endings: Iterable[Callable[[T], U]]
+    ) -> list[tuple[Callable[[], None], U]]:
+        """Capture `begin` once, and each ending at the end of a copy."""
+        stream = self._stream.cuda_stream
+        beginning = torch.cuda.CUDAGraph(keep_graph=True)
+        self._first = self._first or beginning
+        beginning.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            begun = begin()
+            end = extender.capture_end(stream)
+        finally:
+            beginning.capture_end()
+        captured: list[tuple[Callable[[], None], U]] = []
+        for ending in endings:
+            graphs: list[ExtendedGraph] = []
+            with (
+                torch.cuda.use_mem_pool(self._memory, self._device),
+                extender.extended(int(beginning.raw_cuda_graph()), end, stream, graphs),
+            ):
+                made = ending(begun)
+            captured.append((graphs[0].replay, made))
+        return captured
 
     def capture_segments(
         self, work: Callable[[Callable[[], None]], T], warm_up: Callable[[], object] | None = None
@@ -45,7 +97,7 @@ class GraphCapturer:
         def begin() -> None:
             graphs.append(torch.cuda.CUDAGraph())
             # torch.cuda.graph would first collect garbage and empty the allocator's cache: 50 ms per graph.
-            graphs[-1].capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
         def break_graph() -> None:
             graphs[-1].capture_end()
@@ -63,6 +115,10 @@ class GraphCapturer:
                 graphs[-1].capture_end()
         current.wait_stream(self._stream)
         return [graph.replay for graph in graphs], made
+
+
+def _joined(begin: Callable[[], T], ending: Callable[[T], U]) -> Callable[[], U]:
+    return lambda: ending(begin())
 
 
 def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:

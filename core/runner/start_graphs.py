@@ -44,7 +44,7 @@ class GraphStart:
         from engine.core.runner.piecewise_graphs import PiecewiseGraphs
 
         scheduler, device = self.config.scheduler, torch.device(self.device.torch_name)
-        capturer = GraphCapturer(device)
+        capturer = GraphCapturer(device, extends=self.config.executor.tensor_parallel == 1)
         decode = DecodeGraphs(
             state,
             capturer,

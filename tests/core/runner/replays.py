@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class ReplayByRunning:
@@ -15,7 +16,7 @@ class ReplayByRunning:
 
     captured = 0
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, extends: bool = True) -> None:
         pass
 
     def capture(
@@ -33,3 +34,12 @@ class ReplayByRunning:
                 made.copy_(again)
 
         return replay, made
+
+    def capture_alike(
+        self, begin: Callable[[], T], endings: Iterable[Callable[[T], U]], warm_up: Callable[[], object]
+    ) -> list[tuple[Callable[[], None], U]]:
+        warm_up()
+        return [self._capture_ending(begin, ending) for ending in endings]
+
+    def _capture_ending(self, begin: Callable[[], T], ending: Callable[[T], U]) -> tuple[Callable[[], None], U]:
+        return self.capture(lambda: ending(begin()))
