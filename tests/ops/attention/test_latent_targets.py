@@ -1,6 +1,6 @@
 """The kernels of latent caches compiled for GPUs that are not here, at the sizes of DeepSeek-V2: the launch parameters
-of each GPU fit its shared memory, and attention uses Hopper's matrix instruction. One process compiles all, since kernels are
-defined for the interpreter in this one."""
+of each GPU fit its shared memory, and attention uses Hopper's matrix instruction. One process compiles all, since
+kernels are defined for the interpreter in this one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def compile_rotation(dtype, capability):
     kernel = _rotate_and_write_latents_kernel
     constants = {"HEADS": 16, "LATENT": 512, "HALF": 32, "BLOCK_HEADS": 8, "BLOCK_L": 512, "BLOCK_HALF": 32}
     constants["PDL"] = capability >= 90
-    kinds = {"slots": "*i64", "cos": "*fp32", "sin": "*fp32", "eps": "fp32", "token_stride": "i32", "head_stride": "i32"}
+    kinds = {"slots": "*i64", "cos": "*fp32", "sin": "*fp32", "eps": "fp32"}
+    kinds |= {"token_stride": "i32", "head_stride": "i32"}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "*" + dtype) for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 2})
@@ -58,7 +59,10 @@ def compile_attention(kind, dtype, capability, shared):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 def compile_kernel(kind, dtype, capability, shared):
-    made = compile_rotation(dtype, capability) if kind == "rotate" else compile_attention(kind, dtype, capability, shared)
+    if kind == "rotate":
+        made = compile_rotation(dtype, capability)
+    else:
+        made = compile_attention(kind, dtype, capability, shared)
     return {"shared": made.metadata.shared, "wgmma": "wgmma.mma_async" in made.asm["ptx"]}
 
 json.dump([compile_kernel(*case) for case in json.load(sys.stdin)], sys.stdout)
