@@ -43,22 +43,29 @@ class DecodeConfig:
 
 @frozen
 class Preset:
-    """Launch parameters for batches of up to `max_sequences`, before they are fitted to a head size."""
+    """Launch parameters for batches up to a size, before they are fitted to a head size."""
 
-    max_sequences: float
+    max_pairs: float
+    """Maximum number of sequences times KV heads."""
     tile_bytes: int
     """Bytes of a tile of keys."""
     num_warps: int
     num_stages: int
     programs_per_sm: int
-    row_bytes: int = 128
-    """Float8 cache only: KV heads are folded up to this many bytes per position."""
+    row_bytes: int = 256
+    """KV heads are folded up to this many bytes per position."""
+    max_sequences: float = 0
+    """Up to this many sequences, any number of pairs."""
+
+    def limit(self, num_kv_heads: int) -> float:
+        """Maximum number of sequences."""
+        return max(self.max_pairs / num_kv_heads, self.max_sequences)
 
 
 PRESETS = (
-    Preset(1, 8192, num_warps=4, num_stages=4, programs_per_sm=1),
-    Preset(63, 16384, num_warps=4, num_stages=4, programs_per_sm=2),
-    Preset(96, 16384, num_warps=2, num_stages=2, programs_per_sm=4),
+    Preset(8, 8192, num_warps=4, num_stages=4, programs_per_sm=1, max_sequences=1),
+    Preset(127, 16384, num_warps=4, num_stages=4, programs_per_sm=2),
+    Preset(768, 16384, num_warps=2, num_stages=2, programs_per_sm=4, max_sequences=96),
     Preset(math.inf, 4096, num_warps=1, num_stages=3, programs_per_sm=8),
 )
 """The fastest, or nearly, of those that benchmarks/attention.py --tune tries, on an H200.
@@ -66,12 +73,27 @@ PRESETS = (
 One sequence is divided among few programs, because merging their partial results takes time: 2048 tokens take 9.8 us
 per layer, and 17.4 us with twice as many programs. Large batches use small tiles and small programs: little of the last
 tile is wasted, and programs hide each other's latency. 256 contexts of 210 tokens take 58.7 us, and 64.8 us with tiles
-four times as large.
+four times as large. In between, of 8 KV heads, 16 contexts of up to 2048 tokens take 31.9 us with the second and the
+third; 32 of 512, 24.3 and 22.7; 48 of 4096, 148.3 and 145.9. Of 14 KV heads, 33 contexts of up to 3072 tokens take
+125.3 us with the third and 145.1 with the last, so the third serves up to 96 sequences in any case.
+"""
+NARROW_PRESETS = (
+    Preset(8, 8192, num_warps=4, num_stages=4, programs_per_sm=1, row_bytes=128, max_sequences=1),
+    Preset(47, 16384, num_warps=4, num_stages=4, programs_per_sm=2, row_bytes=128),
+    Preset(255, 16384, num_warps=2, num_stages=2, programs_per_sm=4, row_bytes=128),
+    Preset(399, 16384, num_warps=2, num_stages=2, programs_per_sm=4),
+    Preset(math.inf, 4096, num_warps=1, num_stages=3, programs_per_sm=8),
+)
+"""The same for heads of at most 128 bytes per position, such as 64 of 16 bits.
+
+Folding halves the number of heads, and so makes each program's results be merged with twice as many others: with few
+sequences that costs more than wider rows gain. 4 contexts of up to 8192 tokens of 8 KV heads take 22.1 us, and 26.1
+folded; 32 of 2048 take 34.3, and 32.1 folded; 60 of 200 take 17.8, and 13.1 folded in small tiles.
 """
 FLOAT8_PRESETS = (
-    Preset(48, 16384, num_warps=4, num_stages=3, programs_per_sm=2),
-    Preset(192, 8192, num_warps=2, num_stages=3, programs_per_sm=4),
-    Preset(math.inf, 8192, num_warps=1, num_stages=2, programs_per_sm=8, row_bytes=256),
+    Preset(391, 16384, num_warps=4, num_stages=3, programs_per_sm=2, row_bytes=128),
+    Preset(1543, 8192, num_warps=2, num_stages=3, programs_per_sm=4, row_bytes=128),
+    Preset(math.inf, 8192, num_warps=1, num_stages=2, programs_per_sm=8),
 )
 """The same for a float8 cache (h200-float8-decode.json).
 
@@ -90,13 +112,16 @@ def decode_configs(
     heads: numbers of query and KV heads.
     """
     configs = []
-    for preset in PRESETS if itemsize > 1 else FLOAT8_PRESETS:
+    presets = PRESETS if triton.next_power_of_2(head_dim) * itemsize > 128 else NARROW_PRESETS
+    for preset in presets if itemsize > 1 else FLOAT8_PRESETS:
         head_bytes = triton.next_power_of_2(head_dim) * itemsize
+        fold = folded_heads(head_bytes, heads, preset.row_bytes, MIN_M if itemsize > 1 else FLOAT8_MIN_M)
+        if preset.limit(heads[1]) < 1:
+            continue
+        head_bytes *= fold
         # Shared memory per program besides the tiles: queries, softmax weights and sums exchanged between warps.
-        fold, other_bytes = 1, 4096 + 1024 * preset.num_warps
+        other_bytes = 4096 + 1024 * preset.num_warps
         if itemsize == 1:
-            fold = folded_heads(head_bytes, heads, preset.row_bytes)
-            head_bytes *= fold
             block_m = max(FLOAT8_MIN_M, triton.next_power_of_2(fold * heads[0] // heads[1]))
             other_bytes = 1024 + 2 * block_m * head_bytes + 512 * (preset.num_warps if preset.num_warps > 1 else 0)
         block_n = max(16, min(128, preset.tile_bytes // head_bytes))
@@ -111,23 +136,24 @@ def decode_configs(
             programs_per_sm=max(1, min(preset.programs_per_sm, shared_memory // program_bytes)),
             fold=fold,
         )
-        configs.append((preset.max_sequences, config))
+        configs.append((preset.limit(heads[1]), config))
     return tuple(configs)
 
 
-def folded_heads(head_bytes: int, heads: tuple[int, int], row_bytes: int) -> int:
-    """Choose how many adjacent KV heads of a float8 cache a program processes as one, a power of two.
+def folded_heads(head_bytes: int, heads: tuple[int, int], row_bytes: int, min_m: int) -> int:
+    """Choose how many adjacent KV heads a program processes as one, a power of two.
 
-    Reading rows of less than 128 bytes is slow, and of less than 256 bytes slightly slow. Folding makes rows longer
-    and multiplies every query head with the dimensions of all folded KV heads. That is free for up to FLOAT8_MIN_M
-    query heads, and pays off for up to twice that many if rows have at most 128 bytes.
+    Reading rows of less than 128 bytes is slow, and of less than 256 bytes slightly slow. Folding makes rows longer,
+    computes the softmax of fewer scores per byte, and multiplies every query head with the dimensions of all folded KV
+    heads. That is free for up to `min_m` query heads, to which they are padded anyway, and pays off for up to twice
+    that many if rows have at most 128 bytes.
 
     A NaN in a key makes the results of all folded heads NaN.
     """
     num_heads, num_kv_heads = heads
     group, fold = num_heads // num_kv_heads, 1
     while num_kv_heads % (2 * fold) == 0 and 2 * fold * head_bytes <= row_bytes:
-        if 2 * fold * group > (2 if 2 * fold * head_bytes <= 128 else 1) * FLOAT8_MIN_M:
+        if 2 * fold * group > (2 if 2 * fold * head_bytes <= 128 else 1) * min_m:
             break
         fold *= 2
     return fold

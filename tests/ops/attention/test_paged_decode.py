@@ -279,6 +279,16 @@ def test_float8_decode_folds_adjacent_kv_heads(programs: int, heads: Any, fold: 
     float8([50, 130, 7], heads=heads, dim=dim).check(programs, config)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("heads", "fold", "dim"), [((4, 4), 2, 64), ((8, 4), 4, 16), ((12, 4), 2, 48)])
+@pytest.mark.parametrize(("programs", "programs_per_sm"), [(1, 1), (4, 1), (4, 2)])
+def test_decode_folds_adjacent_kv_heads(
+    programs: int, programs_per_sm: int, heads: Any, fold: int, dim: int, dtype: torch.dtype
+) -> None:
+    config = DecodeConfig(block_n=16, num_warps=4, num_stages=2, programs_per_sm=programs_per_sm, fold=fold)
+    Case([50, 130, 7], heads=heads, dim=dim, dtype=dtype, has_sinks=True).check(programs, config)
+
+
 @pytest.mark.parametrize("programs", [1, 4])
 def test_float8_decode_adds_sinks_to_folded_heads(programs: int) -> None:
     config = DecodeConfig(block_n=16, num_warps=4, num_stages=2, programs_per_sm=2, fold=2)
@@ -324,21 +334,56 @@ def test_decode_configs_equal_the_presets_with_the_shared_memory_of_an_h200() ->
 
 
 @pytest.mark.parametrize(
-    ("head_bytes", "heads", "row_bytes", "fold"),
+    ("head_bytes", "heads", "row_bytes", "min_m", "fold"),
     [
-        (128, (32, 8), 128, 1),
-        (128, (32, 8), 256, 2),
-        (128, (64, 8), 256, 1),
-        (128, (12, 3), 256, 1),
-        (64, (32, 8), 256, 2),
-        (64, (16, 8), 256, 4),
-        (64, (64, 8), 256, 2),
-        (64, (8, 1), 256, 1),
-        (16, (16, 16), 128, 8),
+        (128, (32, 8), 128, 8, 1),
+        (128, (32, 8), 256, 8, 2),
+        (128, (64, 8), 256, 8, 1),
+        (128, (64, 8), 256, 16, 2),
+        (128, (72, 8), 256, 16, 1),
+        (128, (12, 3), 256, 8, 1),
+        (64, (32, 8), 256, 8, 2),
+        (64, (16, 8), 256, 8, 4),
+        (64, (64, 8), 256, 8, 2),
+        (64, (8, 1), 256, 8, 1),
+        (16, (16, 16), 128, 8, 8),
+        (256, (8, 8), 256, 16, 1),
     ],
 )
-def test_folded_heads_fills_rows_and_padding(head_bytes: int, heads: Any, row_bytes: int, fold: int) -> None:
-    assert folded_heads(head_bytes, heads, row_bytes) == fold
+def test_folded_heads_fills_rows_and_padding(
+    head_bytes: int, heads: Any, row_bytes: int, min_m: int, fold: int
+) -> None:
+    assert folded_heads(head_bytes, heads, row_bytes, min_m) == fold
+
+
+@pytest.mark.parametrize(
+    ("dim", "kv_heads", "limits"),
+    [
+        (128, 8, [1, 15, 96, math.inf]),
+        (128, 4, [2, 31, 192, math.inf]),
+        (128, 16, [1, 7, 96, math.inf]),
+        (128, 128, [1, 96, math.inf]),
+        (64, 8, [1, 5, 31, 49, math.inf]),
+        (64, 3, [2, 15, 85, 133, math.inf]),
+    ],
+)
+def test_decode_configs_count_pairs_of_sequences_and_kv_heads(dim: int, kv_heads: int, limits: list[float]) -> None:
+    """Presets for less than one sequence are left out."""
+    found = decode_configs(dim, 2, 233472, (kv_heads, kv_heads))
+    assert [limit if limit == math.inf else int(limit) for limit, _ in found] == limits
+
+
+def test_decode_configs_of_narrow_heads_fold_kv_heads_of_large_batches() -> None:
+    """Heads of 64 in 16 bits, on an H200."""
+    assert [attrs.astuple(config) for _, config in decode_configs(64, 2, 233472, (32, 8))] == [
+        (64, 4, 4, 1, 1),
+        (128, 4, 4, 2, 1),
+        (128, 2, 2, 4, 1),
+        (64, 2, 2, 4, 2),
+        (16, 1, 3, 8, 2),
+    ]
+    assert {config.fold for _, config in decode_configs(64, 2, 233472, (18, 3))} == {1}
+    assert {config.fold for _, config in decode_configs(64, 2, 233472, (72, 8))} == {1}
 
 
 @pytest.mark.gpu
@@ -368,7 +413,7 @@ def test_float8_decode_launches_exactly_the_programs_that_fit(
         assert min(by_registers, by_memory) == config.programs_per_sm
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(5))
 def test_decode_attends_with_each_config(number: Any) -> None:
     config = decode_configs(32, 4, 233472)[number][1]
     Case([50, 130, 7]).check(config.programs_per_sm, config)
