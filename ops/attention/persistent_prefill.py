@@ -26,6 +26,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from engine.ops.attention.common import capped, score_factor
+from engine.ops.attention.persistent_steps import (
+    begin_step,
+    find_first_key,
+    item_of_turn,
+    key_ranges,
+    store_rows,
+    tile_of_item,
+)
 from engine.ops.common import gluon_copies
 from engine.ops.common.launch import dependent_launch, num_sms, release, wait
 
@@ -37,37 +45,6 @@ RUN = 8
 """Keys that are contiguous in the cache; block_size is a multiple."""
 _RUN = gl.constexpr(RUN)
 _COPIED_ROWS = gl.constexpr(32)  # rows of queries per copy, so that addresses fit into registers
-
-
-@gluon.jit
-def _item(turn, programs):
-    """The work item (a tile and a KV head) that this program processes in its `turn`.
-
-    Items with the most work come first, so programs take items in order and then in reverse, for equal shares.
-    """
-    me = gl.program_id(0)
-    return turn * programs + gl.where(turn % 2 == 0, me, programs - 1 - me)
-
-
-@gluon.jit
-def _tile(tiles, item, items, KV_HEADS: gl.constexpr):
-    """Sequence of an item, position and row of q of its first token, and number of tokens."""
-    tile = tiles + item // KV_HEADS * 4
-    inside = item < items
-    sequence = gl.load(tile, mask=inside, other=0)
-    first_position = gl.load(tile + 1, mask=inside, other=0)
-    row = gl.load(tile + 2, mask=inside, other=0)
-    tokens = gl.load(tile + 3, mask=inside, other=0)
-    return sequence, first_position, row, tokens
-
-
-@gluon.jit
-def _first_key(first_position, window, WINDOWED: gl.constexpr):
-    """The first key that a query of the tile sees."""
-    first = 0
-    if WINDOWED:
-        first = gl.maximum(first_position + 1 - window, 0)
-    return first
 
 
 @gluon.jit
@@ -132,15 +109,15 @@ def _copy(
     layout: gl.constexpr = gl.BlockedLayout([1, _RUN, 8], threads, [gl.num_warps(), 1, 1], [2, 1, 0])
     runs = gl.arange(0, BLOCK_N // _RUN, gl.SliceLayout(1, gl.SliceLayout(2, layout))) * _RUN
     programs = gl.num_programs(0)
-    item = _item(0, programs)
-    sequence, first_position, row, tokens = _tile(tiles, item, items, KV_HEADS)
+    item = item_of_turn(0, programs)
+    sequence, first_position, row, tokens = tile_of_item(tiles, item, items, KV_HEADS)
     step = 0
     for turn in range(gl.cdiv(items, programs)):
-        next_item = _item(turn + 1, programs)
-        next_sequence, next_first_position, next_row, next_tokens = _tile(tiles, next_item, items, KV_HEADS)
+        next_item = item_of_turn(turn + 1, programs)
+        next_sequence, next_first_position, next_row, next_tokens = tile_of_item(tiles, next_item, items, KV_HEADS)
         if item < items:
             head = item % KV_HEADS
-            first_key = _first_key(first_position, window, WINDOWED)
+            first_key = find_first_key(first_position, window, WINDOWED)
             begin = first_key // BLOCK_N * BLOCK_N
             end = first_position + tokens
             table = tables + sequence.to(gl.int64) * table_stride
@@ -203,17 +180,6 @@ def _soften(
 
 
 @gluon.jit
-def _begin_step(shared, step, HALF: gl.constexpr):
-    """Wait for the step's stage and for the turn of this half; return the stage."""
-    _, k_stages, _, _, _, filled, _, turn_barriers = shared
-    STAGES: gl.constexpr = k_stages.shape[0]
-    mbarrier.wait(filled.index(step % STAGES), step // STAGES & 1)
-    mbarrier.wait(turn_barriers.index(HALF), (step & 1) ^ (1 - HALF))
-    fence_async_shared()
-    return step % STAGES
-
-
-@gluon.jit
 def _advance(
     q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window,
     HALF: gl.constexpr, WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr,
@@ -227,7 +193,8 @@ def _advance(
     acc = acc * gl.expand_dims(gl.convert_layout(alpha, lines), 1)
     left = gl.convert_layout(p.to(q.dtype), operand)
     zeros = gl.zeros(qk.shape, gl.float32, qk_layout)
-    stage = _begin_step(shared, step, HALF)
+    stage = begin_step(shared, step, HALF)
+    fence_async_shared()
     acc = warpgroup_mma(left, v_stages.index(stage), acc, is_async=True)
     qk = warpgroup_mma(q, k_stages.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.arrive(turn_barriers.index(1 - HALF), count=1)
@@ -251,25 +218,19 @@ def _attend(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM, 16])
     q = q_tile.slice(HALF * HALF_M, HALF_M)
     rows = HALF * HALF_M + gl.arange(0, HALF_M, gl.SliceLayout(1, qk_layout))
-    out_rows = HALF * HALF_M + gl.arange(0, HALF_M, gl.SliceLayout(1, acc_layout))
-    columns = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, acc_layout)), 0)
     zeros = gl.zeros([HALF_M, BLOCK_N], gl.float32, qk_layout)
     programs = gl.num_programs(0)
-    item = _item(0, programs)
-    _, first_position, row, tokens = _tile(tiles, item, items, KV_HEADS)
+    item = item_of_turn(0, programs)
+    _, first_position, row, tokens = tile_of_item(tiles, item, items, KV_HEADS)
     step = 0
     for turn in range(gl.cdiv(items, programs)):
-        next_item = _item(turn + 1, programs)
-        _, next_first_position, next_row, next_tokens = _tile(tiles, next_item, items, KV_HEADS)
+        next_item = item_of_turn(turn + 1, programs)
+        _, next_first_position, next_row, next_tokens = tile_of_item(tiles, next_item, items, KV_HEADS)
         if item < items:
             head = item % KV_HEADS
-            begin = _first_key(first_position, window, WINDOWED) // BLOCK_N * BLOCK_N
+            begin = find_first_key(first_position, window, WINDOWED) // BLOCK_N * BLOCK_N
             end = first_position + tokens
-            last = begin + (end - begin - 1) // BLOCK_N * BLOCK_N
-            # Every row of this half sees all keys before `whole`, a multiple of BLOCK_N.
-            whole = begin
-            if not WINDOWED:
-                whole = gl.minimum((first_position + HALF * HALF_M // GROUP_SIZE + 1) // BLOCK_N * BLOCK_N, last)
+            last, whole = key_ranges(begin, end, first_position, BLOCK_N, HALF * HALF_M // GROUP_SIZE, WINDOWED)
             q_positions = first_position + rows // GROUP_SIZE
             # Finite, so that a row that sees no key of a block does not compute inf - inf.
             m_i = gl.full([HALF_M], -1e30, gl.float32, gl.SliceLayout(1, qk_layout))
@@ -277,7 +238,8 @@ def _attend(
             acc = gl.zeros([HALF_M, HEAD_DIM], gl.float32, acc_layout)
 
             mbarrier.wait(q_filled.index(0), turn & 1)
-            stage = _begin_step(shared, step, HALF)
+            stage = begin_step(shared, step, HALF)
+            fence_async_shared()  # what threads copied, which wgmma reads; TMA would need none
             qk = warpgroup_mma(q, k_stages.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
             mbarrier.arrive(turn_barriers.index(1 - HALF), count=1)
             qk = warpgroup_mma_wait(0, deps=[qk])
@@ -304,19 +266,15 @@ def _attend(
                 l_i += gl.exp2(sink * 1.4426950408889634 - m_i)
             acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout)), 1)
             left = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, acc_layout, 2))
-            stage = _begin_step(shared, step, HALF)
+            stage = begin_step(shared, step, HALF)
+            fence_async_shared()
             acc = warpgroup_mma(left, v_stages.index(stage), acc, is_async=True)
             mbarrier.arrive(turn_barriers.index(1 - HALF), count=1)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(free.index(stage), count=1)
             step += 1
 
-            row_mask = out_rows < tokens * GROUP_SIZE
-            share = value_scale / gl.where(row_mask, gl.convert_layout(l_i, gl.SliceLayout(1, acc_layout)), 1.0)
-            result = (acc * gl.expand_dims(share, 1)).to(out.dtype.element_ty)
-            offs = (row + out_rows // GROUP_SIZE).to(gl.int64) * out_stride
-            offs += (head * GROUP_SIZE + out_rows % GROUP_SIZE) * HEAD_DIM
-            gl.store(out + gl.expand_dims(offs, 1) + columns, result, mask=gl.expand_dims(row_mask, 1))
+            store_rows(out, acc, l_i, row, tokens, head, out_stride, value_scale, HALF, GROUP_SIZE)
         item, first_position, row, tokens = next_item, next_first_position, next_row, next_tokens
 
 

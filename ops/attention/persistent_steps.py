@@ -1,0 +1,79 @@
+"""What the persistent prefill kernels share: work items, ranges of keys, turns of warp groups, results."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+
+@gluon.jit
+def item_of_turn(turn, programs):
+    """The work item (a tile and a KV head) that this program processes in its `turn`.
+
+    Items with the most work come first, so programs take items in order and then in reverse, for equal shares.
+    """
+    me = gl.program_id(0)
+    return turn * programs + gl.where(turn % 2 == 0, me, programs - 1 - me)
+
+
+@gluon.jit
+def tile_of_item(tiles, item, items, KV_HEADS: gl.constexpr):
+    """Sequence of an item, position and row of q of its first token, and number of tokens."""
+    tile = tiles + item // KV_HEADS * 4
+    inside = item < items
+    sequence = gl.load(tile, mask=inside, other=0)
+    first_position = gl.load(tile + 1, mask=inside, other=0)
+    row = gl.load(tile + 2, mask=inside, other=0)
+    tokens = gl.load(tile + 3, mask=inside, other=0)
+    return sequence, first_position, row, tokens
+
+
+@gluon.jit
+def find_first_key(first_position, window, WINDOWED: gl.constexpr):
+    """The first key that a query of the tile sees."""
+    first = 0
+    if WINDOWED:
+        first = gl.maximum(first_position + 1 - window, 0)
+    return first
+
+
+@gluon.jit
+def key_ranges(begin, end, first_position, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr, WINDOWED: gl.constexpr):
+    """First key of the last block from `begin` on, and first key that needs a mask, a multiple of BLOCK_N.
+
+    TOKENS: before the first of these rows, in their tile.
+    """
+    last = begin + (end - begin - 1) // BLOCK_N * BLOCK_N
+    whole = begin
+    if not WINDOWED:
+        whole = gl.minimum((first_position + TOKENS + 1) // BLOCK_N * BLOCK_N, last)
+    return last, whole
+
+
+@gluon.jit
+def begin_step(shared, step, HALF: gl.constexpr):
+    """Wait for the step's stage and for the turn of this half; return the stage."""
+    _, k_stages, _, _, _, filled, _, turn_barriers = shared
+    STAGES: gl.constexpr = k_stages.shape[0]
+    mbarrier.wait(filled.index(step % STAGES), step // STAGES & 1)
+    mbarrier.wait(turn_barriers.index(HALF), (step & 1) ^ (1 - HALF))
+    return step % STAGES
+
+
+@gluon.jit
+def store_rows(
+    out, acc, l_i, row, tokens, head, out_stride, value_scale, HALF: gl.constexpr, GROUP_SIZE: gl.constexpr
+):  # fmt: skip
+    """Divide the rows of a half of a tile by their sums l_i, in any layout, and store those of its tokens."""
+    HALF_M: gl.constexpr = acc.shape[0]
+    HEAD_DIM: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = acc.type.layout
+    line: gl.constexpr = gl.SliceLayout(1, layout)
+    rows = HALF * HALF_M + gl.arange(0, HALF_M, line)
+    columns = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout)), 0)
+    inside = rows < tokens * GROUP_SIZE
+    share = value_scale / gl.where(inside, gl.convert_layout(l_i, line), 1.0)
+    result = (acc * gl.expand_dims(share, 1)).to(out.dtype.element_ty)
+    offs = (row + rows // GROUP_SIZE).to(gl.int64) * out_stride + (head * GROUP_SIZE + rows % GROUP_SIZE) * HEAD_DIM
+    gl.store(out + gl.expand_dims(offs, 1) + columns, result, mask=gl.expand_dims(inside, 1))
