@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from attrs import Attribute, field, frozen
 
 from engine.core.attention import AttentionSpec
-from engine.core.errors import near_misses
 from engine.core.quant import FLOAT8
+from engine.plugins.attention.option_checks import one_of
 
 HEAD_DIMS = (64, 128, 256)
 """Head dimensions that all kernels below support."""
@@ -21,14 +20,6 @@ TENSOR_CORE_GROUP = 4
 """Minimum number of query heads per KV head for which the planned decode uses tensor cores."""
 
 
-def _one_of(*choices: str) -> Callable[[Any, Attribute[str], str], None]:
-    def check(_: Any, attribute: Attribute[str], value: str) -> None:
-        if value not in choices:
-            raise ValueError(f"{value!r} is no choice; {near_misses(value, choices)}")
-
-    return check
-
-
 def _not_negative(_: Any, attribute: Attribute[int], value: int) -> None:
     if value < 0:
         raise ValueError(f"{value} is out of range; give 0 or more")
@@ -38,9 +29,9 @@ def _not_negative(_: Any, attribute: Attribute[int], value: int) -> None:
 class FlashInferOptions:
     """[attention.options] of this backend."""
 
-    prefill: str = field(default="auto", validator=_one_of("auto", "fa2", "fa3"))
+    prefill: str = field(default="auto", validator=one_of("auto", "fa2", "fa3"))
     """FlashAttention 2 or 3 for prefill; auto: 3 where supported, which excludes float8 caches."""
-    decode: str = field(default="auto", validator=_one_of("auto", "xqa", "wrapper"))
+    decode: str = field(default="auto", validator=one_of("auto", "xqa", "wrapper"))
     """XQA or the planned decode (BatchDecodeWithPagedKVCacheWrapper); auto: XQA where supported."""
     workspace_bytes: int = field(default=0, validator=_not_negative)
     """Memory for partial results of split contexts; 0: the maximum that FlashAttention 2 needs."""

@@ -152,8 +152,8 @@ def test_options_have_defaults() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefill": "fa4"}, r"x: 'fa4' is no choice; did you mean fa3 or fa2\? known: auto, fa2, fa3"),
-        ({"decode": "xqua"}, r"x: 'xqua' is no choice; did you mean xqa\?"),
+        ({"prefill": "fa4"}, r"x: prefill = 'fa4' is no choice; did you mean fa3 or fa2\? known: auto, fa2, fa3"),
+        ({"decode": "xqua"}, r"x: decode = 'xqua' is no choice; did you mean xqa\?"),
         ({"workspace_bytes": -1}, "x: -1 is out of range; give 0 or more"),
         ({"prefil": "fa2"}, r"there is no option 'prefil'; did you mean prefill\?"),
     ],
