@@ -4,6 +4,7 @@ head (triton_paged) or a latent cache (triton_latent)."""
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,19 +12,24 @@ import torch
 
 from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool
 from engine.core.device import DeviceInfo
+from engine.core.errors import ConfigError
 from engine.core.extras import install_command
 from engine.core.quant import FLOAT8, has_float8
 from engine.plugins.attention.triton_latent import LatentKernels, LatentPlan, latent_refusal
+from engine.plugins.attention.triton_options import FP8, TritonOptions, float8_prefill_refusal
 from engine.plugins.attention.triton_paged import PagedKernels, PagedPlan
 
+_log = logging.getLogger(__name__)
 
-class TritonAttention(AttentionBackend[None, PagedPlan | LatentPlan]):
+
+class TritonAttention(AttentionBackend[TritonOptions, PagedPlan | LatentPlan]):
     """Paged, grouped-query, causal attention with optional sliding window, soft cap and sinks, or a latent cache."""
 
     api = "2"
     reads_float8 = True
     reads_latent = True
     reads_sinks = True
+    options_class = TritonOptions
     graphs = "decode"
 
     @classmethod
@@ -52,9 +58,20 @@ class TritonAttention(AttentionBackend[None, PagedPlan | LatentPlan]):
             )
         return latent_refusal(spec) if spec.latent else None
 
-    def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
+    def __init__(self, spec: AttentionSpec, pool: KVPool, options: TritonOptions) -> None:
         self._output_dim = spec.output_dim
-        self._kernels: Any = LatentKernels(spec, pool) if spec.latent else PagedKernels(spec, pool)
+        float8_prefill = options.prefill_dtype == FP8
+        if float8_prefill:
+            from engine.ops.common.launch import has_wgmma
+
+            refusal = float8_prefill_refusal(spec, has_wgmma=has_wgmma(pool.keys[0].device))
+            if refusal is not None:
+                raise ConfigError(f"prefill_dtype = {FP8} was asked of the Triton backend, but {refusal}")
+            _log.info("long prompts are computed in float8, short ones in %s", spec.dtype)
+        if spec.latent:
+            self._kernels: Any = LatentKernels(spec, pool)
+        else:
+            self._kernels = PagedKernels(spec, pool, float8_prefill=float8_prefill)
 
     def set_sinks(self, sinks: Sequence[torch.Tensor | None]) -> None:
         self._kernels.set_sinks(sinks)

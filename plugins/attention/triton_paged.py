@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 
 from engine.core.attention import AttentionSpec, ForwardBatch, KVPool
-from engine.plugins.attention.triton_prefill import PrefillPart, PrefillPlanner, shared_memory
+from engine.plugins.attention.triton_prefill import Float8Part, PrefillPart, PrefillPlanner, shared_memory
 
 
 @frozen
@@ -21,20 +21,21 @@ class PagedPlan:
     """A DecodeConfig and its DecodeWorkspace."""
     block_tables: torch.Tensor
     context_lens: torch.Tensor
-    prefill: tuple[PrefillPart, ...]
+    prefill: tuple[PrefillPart | Float8Part, ...]
 
 
 class PagedKernels:
     """Plans and launches attention over the keys and values of one cache group."""
 
-    def __init__(self, spec: AttentionSpec, pool: KVPool) -> None:
+    def __init__(self, spec: AttentionSpec, pool: KVPool, *, float8_prefill: bool = False) -> None:
+        """float8_prefill: whether long prompts are computed in float8."""
         from engine.ops.attention.paged_decode_config import decode_configs
         from engine.ops.attention.paged_decode_merge import DecodeWorkspace
 
         self._spec = spec
         self._sinks: Sequence[torch.Tensor | None] = (None,) * spec.num_layers
         self._pool = pool
-        self.prefill = PrefillPlanner(spec, pool)
+        self.prefill = PrefillPlanner(spec, pool, float8=float8_prefill)
         keys = pool.keys[0]
         self._decode_launches: list[tuple[float, Any]] = []  # (maximum number of sequences, launch)
         heads = spec.num_heads, spec.num_kv_heads
@@ -61,8 +62,6 @@ class PagedKernels:
     def attend(self, layer: int, q: torch.Tensor, plan: PagedPlan, out: torch.Tensor) -> None:
         """Compute one layer. q, out: [tokens, heads, head_dim]."""
         from engine.ops.attention.paged_decode import paged_decode
-        from engine.ops.attention.paged_prefill import paged_prefill
-        from engine.ops.attention.widen_blocks import widen_blocks
 
         spec = self._spec
         keys, values, scales = self._pool.keys[layer], self._pool.values[layer], self._pool.scales[layer]
@@ -85,19 +84,49 @@ class PagedKernels:
                 config=config,
             )
         for part in plan.prefill:
-            read = keys, values
-            if part.widened is not None:
-                read = widen_blocks(keys, values, part.widened, q.dtype)
-            paged_prefill(
-                q,
-                *read,
-                part.tables,
-                part.tiles,
-                out,
-                scale=spec.scale * scales.key,
-                softcap=spec.softcap,
-                window=spec.sliding_windows[layer],
-                value_scale=scales.value,
-                sinks=self._sinks[layer],
-                config=part.config,
-            )
+            if isinstance(part, Float8Part):
+                self._prefill_float8(layer, q, part, out)
+            else:
+                self._prefill(layer, q, part, out)
+
+    def _prefill(self, layer: int, q: torch.Tensor, part: PrefillPart, out: torch.Tensor) -> None:
+        """Compute sequences in the type of the activations."""
+        from engine.ops.attention.paged_prefill import paged_prefill
+        from engine.ops.attention.widen_blocks import widen_blocks
+
+        keys, values, scales = self._pool.keys[layer], self._pool.values[layer], self._pool.scales[layer]
+        if part.widened is not None:
+            keys, values = widen_blocks(keys, values, part.widened, q.dtype)
+        paged_prefill(
+            q,
+            keys,
+            values,
+            part.tables,
+            part.tiles,
+            out,
+            scale=self._spec.scale * scales.key,
+            softcap=self._spec.softcap,
+            window=self._spec.sliding_windows[layer],
+            value_scale=scales.value,
+            sinks=self._sinks[layer],
+            config=part.config,
+        )
+
+    def _prefill_float8(self, layer: int, q: torch.Tensor, part: Float8Part, out: torch.Tensor) -> None:
+        """Compute sequences in float8."""
+        from engine.ops.attention.float8_tiles import gather_tiles
+        from engine.ops.attention.persistent_float8 import float8_prefill
+
+        keys, values, scales = self._pool.keys[layer], self._pool.values[layer], self._pool.scales[layer]
+        window = self._spec.sliding_windows[layer]
+        float8_prefill(
+            q,
+            *gather_tiles(keys, values, part.blocks, part.spans, window),
+            part.tiles,
+            out,
+            scale=self._spec.scale * scales.key,
+            softcap=self._spec.softcap,
+            window=window,
+            value_scale=scales.value,
+            sinks=self._sinks[layer],
+        )

@@ -1,4 +1,4 @@
-"""Plans prefill attention of the Triton backend: tiles, launch parameters, and blocks to widen beforehand."""
+"""Plans prefill attention of the Triton backend: tiles, launch parameters, and blocks to convert beforehand."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from attrs import frozen
 from engine.core.attention import AttentionSpec, ForwardBatch, KVPool
 from engine.core.transfer import to_device
 
-MIN_WIDENED_ROWS = 512
-"""Minimum rows (new tokens times query heads per KV head) of a sequence whose keys and values are widened: four tiles,
-each of which would convert them again."""
-MAX_WIDENED_BYTES = 2**28
-"""Maximum memory of the widened keys and values of one layer; sequences that need more are read from the cache."""
+MIN_CONVERTED_ROWS = 512
+"""Minimum rows (new tokens times query heads per KV head) of a sequence whose keys and values are converted once, to 16
+bits or to tiles of float8: four tiles of queries, each of which would convert them again."""
+MAX_CONVERTED_BYTES = 2**28
+"""Maximum memory of the converted keys and values of one layer; sequences that need more are read from the cache."""
 
 
 @frozen
@@ -34,14 +34,29 @@ class PrefillPart:
     number blocks of the cache."""
 
 
+@frozen
+class Float8Part:
+    """Prefilling sequences that one launch per layer computes in float8."""
+
+    tiles: torch.Tensor
+    """[tiles, 4] int32, as of `persistent_float8.float8_prefill`."""
+    blocks: torch.Tensor
+    """[blocks] int32: blocks of the cache to gather into tiles of keys and values first."""
+    spans: torch.Tensor
+    """[tiles of keys, 3] int32, as of `float8_tiles.gather_tiles`."""
+
+
 class PrefillPlanner:
     """Plans the prefilling sequences of a batch for all layers of one cache group.
 
     The persistent kernel reads 16-bit keys and values. From a float8 cache it reads those of a sequence after they were
-    widened (ops.attention.widen_blocks), where the sequence has enough new tokens for this to pay.
+    widened (ops.attention.widen_blocks), where the sequence has enough new tokens for this to pay. The float8 kernel,
+    if asked for, takes its place and reads tiles (ops.attention.float8_tiles). The other sequences are read in place,
+    and computed in the type of the activations.
     """
 
-    def __init__(self, spec: AttentionSpec, pool: KVPool) -> None:
+    def __init__(self, spec: AttentionSpec, pool: KVPool, *, float8: bool = False) -> None:
+        """float8: whether to use the float8 kernel, where `float8_prefill_refusal` has no objection."""
         from engine.ops.attention.paged_prefill import PERSISTENT, can_persist
 
         self._spec = spec
@@ -54,17 +69,21 @@ class PrefillPlanner:
         """Launch parameters for widened sequences; None: none is widened."""
         if pool.is_float8 and can_persist(torch.empty_like(keys[:0], dtype=dtype), dtype, self._group):
             self.widened_config = PERSISTENT
-        self.min_widened_rows = MIN_WIDENED_ROWS
-        self.max_widened_blocks = MAX_WIDENED_BYTES // (2 * keys[0].numel() * dtype.itemsize)
+        self._float8 = float8
+        self.min_converted_rows = MIN_CONVERTED_ROWS
+        itemsize = keys.itemsize if float8 else dtype.itemsize
+        self.max_converted_blocks = MAX_CONVERTED_BYTES // (2 * keys[0].numel() * itemsize)
 
-    def plan(self, batch: ForwardBatch) -> tuple[PrefillPart, ...]:
+    def plan(self, batch: ForwardBatch) -> tuple[PrefillPart | Float8Part, ...]:
         """The launches for all sequences behind the decoding ones."""
         sequences = np.arange(batch.num_decodes, batch.num_sequences)
-        if self.widened_config is None:
+        if self.widened_config is None and not self._float8:
             return (self._direct(batch, sequences),)
-        widened = self._find_widened(batch, sequences)
-        rest = np.setdiff1d(sequences, widened)
-        parts = [self._widened(batch, widened)] if len(widened) else []
+        converted = self._find_converted(batch, sequences)
+        rest = np.setdiff1d(sequences, converted)
+        parts: list[PrefillPart | Float8Part] = []
+        if len(converted):
+            parts.append(self._tiled(batch, converted) if self._float8 else self._widened(batch, converted))
         return (*parts, self._direct(batch, rest)) if len(rest) else tuple(parts)
 
     def _direct(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> PrefillPart:
@@ -89,11 +108,11 @@ class PrefillPlanner:
         [sent] = to_device([tiles], batch.tokens.device)
         return PrefillPart(sent, batch.block_tables, config)
 
-    def _find_widened(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The sequences to widen, in ascending order: those with the most new tokens, as far as there is room."""
-        queries, room, found = batch.query_lens_host, self.max_widened_blocks, []
+    def _find_converted(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The sequences to convert, in ascending order: those with the most new tokens, as far as there is room."""
+        queries, room, found = batch.query_lens_host, self.max_converted_blocks, []
         for sequence in sequences[np.argsort(-queries[sequences], kind="stable")]:
-            if queries[sequence] * self._group < self.min_widened_rows:
+            if queries[sequence] * self._group < self.min_converted_rows:
                 break
             begin, end = self._blocks(batch, sequence)
             if end - begin <= room:
@@ -128,6 +147,35 @@ class PrefillPlanner:
         tiles[:, 0] = np.searchsorted(sequences, tiles[:, 0])
         sent_tiles, sent_tables, sent_blocks = to_device([tiles, tables, blocks], batch.tokens.device)
         return PrefillPart(sent_tiles, sent_tables, self.widened_config, sent_blocks)
+
+    def _tiled(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> Float8Part:
+        """Read these sequences from tiles, which are numbered one sequence after the other."""
+        from engine.ops.attention.float8_tiles import TILE
+        from engine.ops.attention.paged_prefill import prefill_tiles
+        from engine.ops.attention.persistent_float8 import BLOCK_M
+
+        per_tile = TILE // self._spec.block_size
+        blocks: list[npt.NDArray[np.int32]] = []
+        spans: list[npt.NDArray[np.int32]] = []
+        origins = []
+        count = 0
+        for sequence in sequences:
+            begin, end = self._blocks(batch, sequence)
+            context = int(batch.context_lens_host[sequence])
+            numbers = np.arange(begin // per_tile, -(-end // per_tile), dtype=np.int32)
+            of_tiles = np.zeros(len(numbers) * per_tile, np.int32)
+            part = batch.block_tables_host[sequence, numbers[0] * per_tile : end]
+            of_tiles[: len(part)] = part
+            blocks.append(of_tiles)
+            first_new = np.full_like(numbers, context - batch.query_lens_host[sequence])
+            spans.append(np.stack([numbers * TILE, first_new, np.full_like(numbers, context)], axis=1))
+            origins.append(count - numbers[0])
+            count += len(numbers)
+        lengths = batch.query_lens_host, batch.context_lens_host
+        tiles = prefill_tiles(*lengths, sequences, BLOCK_M // self._group)
+        tiles[:, 0] = np.array(origins)[np.searchsorted(sequences, tiles[:, 0])]
+        arrays = [tiles, np.concatenate(blocks), np.concatenate(spans)]
+        return Float8Part(*to_device(arrays, batch.tokens.device))
 
 
 def shared_memory(device: torch.device) -> int:

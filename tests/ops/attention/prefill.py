@@ -9,13 +9,61 @@ import torch
 import triton
 
 from engine.core.attention.base import AttentionSpec
+from engine.ops.attention.float8_tiles import TILE, gather_tiles
 from engine.ops.attention.paged_prefill import PrefillConfig, paged_prefill, prefill_tiles
+from engine.ops.attention.persistent_float8 import BLOCK_M, float8_prefill
 from engine.testing.attention_cases import dense_attention
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 BLOCK_SIZE = 16
 SMALL = PrefillConfig(block_m=32, block_n=16, num_warps=4, num_stages=2)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def key_tiles(
+    lengths: Any, tables: torch.Tensor, block_size: int, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Blocks and spans for gather_tiles, and per sequence the number of the tile of position 0."""
+    blocks, spans, origins = [], [], []
+    for row, (cached, new) in enumerate(lengths, start=1):
+        begin = 0 if window is None else max(cached + 1 - window, 0) // TILE
+        end = -(-(cached + new) // TILE)
+        per = TILE // block_size
+        padded = torch.cat([tables[row], torch.zeros(per, dtype=torch.int32)])
+        origins.append(len(spans) - begin)
+        for tile in range(begin, end):
+            part = padded[tile * per : (tile + 1) * per]
+            blocks.append(torch.cat([part, part.new_zeros(per - len(part))]))
+            spans.append((tile * TILE, cached, cached + new))
+    return torch.cat(blocks), torch.tensor(spans, dtype=torch.int32), origins
+
+
+def float8_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, window: int | None, sinks: Any
+) -> torch.Tensor:
+    """As dense_attention, but with queries and weights rounded to float8 as persistent_float8 does."""
+    cached = len(k) - len(q)
+    scale = q.float().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 448
+    rounded = (q.float() / scale).to(torch.float8_e4m3fn).double() * scale.double()
+    rounded = rounded.view(len(q), spec.num_kv_heads, -1, spec.head_dim)
+    scores = torch.einsum("qhgd,khd->hgqk", rounded, k.double()) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    distance = (cached + torch.arange(len(q)))[:, None] - torch.arange(len(k))
+    scores = scores.masked_fill((distance < 0) | (distance >= (window or len(k))), -torch.inf)
+    m_i = torch.full(scores.shape[:-1], -1e30, dtype=torch.float64)
+    l_i, acc = torch.zeros_like(m_i), torch.zeros(*m_i.shape, spec.head_dim, dtype=torch.float64)
+    for part, of_values in zip(scores.split(TILE, -1), v.double().split(TILE), strict=True):
+        m_new = torch.maximum(m_i, part.amax(-1))
+        p = 256 * (part - m_new[..., None]).exp()
+        alpha = (m_i - m_new).exp()
+        l_i = l_i * alpha + p.sum(-1)
+        p = p.float().to(torch.float8_e4m3fn).double()
+        acc = acc * alpha[..., None] + torch.einsum("hgqk,khd->hgqd", p, of_values)
+        m_i = m_new
+    if sinks is not None:
+        l_i = l_i + 256 * (sinks.double().view(spec.num_kv_heads, -1, 1) - m_i).exp()
+    return (acc / l_i[..., None]).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def check(
@@ -31,10 +79,13 @@ def check(
     value_scale: float = 1.0,
     block_size: Any = BLOCK_SIZE,
     has_sinks: bool = False,
+    sharpness: float = 1.0,
+    float8: bool = False,
 ) -> None:
     """Run and compare. lengths: (cached, new) per sequence. Row 0 of out belongs to a decode and must not change.
 
-    Slots that no query sees hold NaN, beyond the sequences and behind the window.
+    Slots that no query sees hold NaN, beyond the sequences and behind the window. sharpness: standard deviation of the
+    scores; float8: whether to run persistent_float8, and to round queries and weights as it does.
     """
     torch.manual_seed(0)
     kv_dtype = kv_dtype or dtype
@@ -44,7 +95,7 @@ def check(
     pool = [torch.full((sum(counts) + 1, block_size, heads[1], dim), torch.nan) for _ in range(2)]
     tables = torch.full((1 + len(lengths), max(counts)), order.pop(), dtype=torch.int32)
     starts = np.cumsum([0, 1, *(new for _, new in lengths)])
-    q = torch.randn(int(starts[-1]), heads[0] + 2 * heads[1], dim).to(dtype).to(DEVICE)[:, : heads[0]]
+    q = torch.randn(int(starts[-1]), heads[0] + 2 * heads[1], dim).mul(sharpness).to(dtype).to(DEVICE)[:, : heads[0]]
     spec = AttentionSpec(
         num_layers=1,
         num_heads=heads[0],
@@ -68,28 +119,29 @@ def check(
         k, v = (torch.randn(context, heads[1], dim).to(kv_dtype).float() for _ in range(2))
         pool[0][blocks, at % block_size], pool[1][blocks, at % block_size] = k[at], v[at]
         v = v.double() * value_scale
-        expected.append(dense_attention(q[starts[row] : starts[row + 1]].cpu(), k, v, spec, window, sinks))
+        reference = float8_attention if float8 else dense_attention
+        expected.append(reference(q[starts[row] : starts[row + 1]].cpu(), k, v, spec, window, sinks))
     sequences = np.arange(1, 1 + len(lengths))
-    tiles = prefill_tiles(
-        np.diff(starts).astype(np.int32),
-        np.array([1, *contexts], np.int32),
-        sequences,
-        config.tokens(heads[0] // heads[1]),
-    )
+    group = heads[0] // heads[1]
+    queries = np.diff(starts).astype(np.int32), np.array([1, *contexts], np.int32), sequences
     out = torch.full(q.shape, -7.0, dtype=dtype, device=DEVICE)
-    paged_prefill(
-        q,
-        *(part.to(kv_dtype).to(DEVICE) for part in pool),
-        tables.to(DEVICE),
-        torch.from_numpy(tiles).to(DEVICE),
-        out,
-        scale=spec.scale,
-        softcap=softcap,
-        window=window,
-        value_scale=value_scale,
-        sinks=None if sinks is None else sinks.to(DEVICE),
-        config=config,
-    )
+    keys, values = (part.to(kv_dtype).to(DEVICE) for part in pool)
+    settings: Any = {
+        "scale": spec.scale,
+        "softcap": softcap,
+        "window": window,
+        "value_scale": value_scale,
+        "sinks": None if sinks is None else sinks.to(DEVICE),
+    }
+    if float8:
+        tiles = prefill_tiles(*queries, BLOCK_M // group)
+        blocks, spans, origins = key_tiles(lengths, tables, block_size, window)
+        tiles[:, 0] = np.array(origins)[tiles[:, 0] - 1]
+        gathered = gather_tiles(keys, values, blocks.to(DEVICE), spans.to(DEVICE), window)
+        float8_prefill(q, *gathered, torch.from_numpy(tiles).to(DEVICE), out, **settings)
+    else:
+        sent = torch.from_numpy(prefill_tiles(*queries, config.tokens(group))).to(DEVICE)
+        paged_prefill(q, keys, values, tables.to(DEVICE), sent, out, config=config, **settings)
     assert (out[0] == -7).all(), "a decode's row was written"
     wanted = torch.cat(expected)
     assert (out[1:].double().cpu() - wanted).norm() / wanted.norm() <= TOLERANCE[dtype]

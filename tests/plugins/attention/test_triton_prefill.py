@@ -7,18 +7,23 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+import torch
 import triton
 
 from engine.core.attention import AttentionSpec, KVPool
+from engine.core.config.structure import structure_options
+from engine.core.errors import ConfigError
 from engine.core.quant import FLOAT8
 from engine.ops.attention.paged_prefill import PERSISTENT, PrefillConfig
 from engine.ops.common.launch import has_wgmma
 from engine.plugins.attention.triton import TritonAttention
-from engine.plugins.attention.triton_prefill import PrefillPart, PrefillPlanner
+from engine.plugins.attention.triton_options import TritonOptions, float8_prefill_refusal
+from engine.plugins.attention.triton_prefill import Float8Part, PrefillPart, PrefillPlanner
 from engine.testing.attention import AttentionConformance
 from engine.testing.attention_cases import BATCHES, LONG_BATCHES, batch_of, invalidate_behind_windows
 
 SMALL = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=2)
+FP8_PREFILL = TritonOptions(prefill_dtype="fp8")
 SPEC = AttentionSpec(
     num_layers=1,
     num_heads=4,
@@ -44,7 +49,7 @@ class WideningTriton(TritonAttention):
         super().__init__(spec, pool, options)
         if pool.is_float8:
             self._kernels.prefill.widened_config = SMALL
-            self._kernels.prefill.min_widened_rows = 7
+            self._kernels.prefill.min_converted_rows = 7
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="on a GPU the conformance suite widens")
@@ -69,11 +74,13 @@ class TestWidened:
             self.suite._close(out, case.expected[layer], f"layer {layer}")
 
 
-def plan(lengths: Any, *, spec: AttentionSpec = SPEC, config: Any = SMALL, **limits: int) -> tuple[PrefillPart, ...]:
+def plan(
+    lengths: Any, *, spec: AttentionSpec = SPEC, config: Any = SMALL, float8: bool = False, **limits: int
+) -> tuple[Any, ...]:
     """Plan a batch whose sequences have consecutive blocks. limits: attributes of the planner."""
-    planner = PrefillPlanner(spec, KVPool(spec, 64, "cpu"))
+    planner = PrefillPlanner(spec, KVPool(spec, 64, "cpu"), float8=float8)
     planner.widened_config = config
-    planner.min_widened_rows = 16
+    planner.min_converted_rows = 16
     for name, limit in limits.items():
         setattr(planner, name, limit)
     contexts = [cached + new for cached, new in lengths]
@@ -85,7 +92,7 @@ def plan(lengths: Any, *, spec: AttentionSpec = SPEC, config: Any = SMALL, **lim
     return planner.plan(batch_of(lengths, tables, slots, "cpu"))
 
 
-def sequences(part: PrefillPart) -> list[int]:
+def sequences(part: Any) -> list[int]:
     return sorted(set(part.tiles[:, 0].tolist()))
 
 
@@ -107,7 +114,7 @@ def test_all_are_one_launch_where_all_are_widened_or_none() -> None:
 
 
 def test_those_with_the_most_new_tokens_get_the_room() -> None:
-    wide, direct = plan(((0, 17), (0, 40), (100, 9), (0, 16)), max_widened_blocks=4)
+    wide, direct = plan(((0, 17), (0, 40), (100, 9), (0, 16)), max_converted_blocks=4)
     assert wide.widened is not None
     # Sequence 1 has 3 blocks; then there is room for one more: the one block of sequence 3.
     assert wide.widened.tolist() == [2, 3, 4, 12]
@@ -140,6 +147,34 @@ def test_nothing_is_widened_on_a_cpu_or_from_a_16_bit_cache() -> None:
     assert PrefillPlanner(plain, KVPool(plain, 4, "cpu")).widened_config is None
 
 
+def test_float8_prefill_plans_tiles_of_keys_for_sequences_with_many_new_tokens() -> None:
+    tiled, direct = plan(((40, 1), (20, 8), (33, 7), (0, 130)), float8=True)
+    assert isinstance(tiled, Float8Part)
+    # Sequence 1 has one tile of keys with blocks 3 and 4, sequence 3 two tiles with blocks 8 to 16.
+    assert tiled.blocks.tolist() == [3, 4, *[0] * 6, *range(8, 17), *[0] * 7]
+    assert tiled.spans.tolist() == [[0, 20, 28], [0, 0, 130], [128, 0, 130]]
+    # 64 tokens per tile of queries; those that see the most keys first. The number of a sequence's first tile of keys,
+    # position, row of q, tokens.
+    assert tiled.tiles.tolist() == [[1, 128, 144, 2], [1, 64, 80, 64], [1, 0, 16, 64], [0, 20, 1, 8]]
+    assert isinstance(direct, PrefillPart)
+    assert sequences(direct) == [2]
+
+
+def test_float8_prefill_skips_tiles_of_keys_behind_all_windows() -> None:
+    spec = attrs.evolve(SPEC, max_len=1024, num_layers=2, sliding_windows=(20, 40))
+    [part] = plan(((0, 20), (300, 40)), spec=spec, float8=True)
+    # The first new token of the second sequence, at 300, sees 261 to 300: its third tile of keys, which begins at 256.
+    assert part.spans.tolist() == [[0, 0, 20], [256, 300, 340]]
+    assert part.blocks.tolist() == [0, 1, *[0] * 6, *range(18, 24), *[0] * 2]
+    assert part.tiles[:, :2].tolist() == [[-1, 300], [0, 0]]
+
+
+def test_float8_prefill_gathers_twice_as_many_blocks_into_the_same_memory() -> None:
+    pool = KVPool(SPEC, 4, "cpu")
+    blocks = [PrefillPlanner(SPEC, pool, float8=float8).max_converted_blocks for float8 in (False, True)]
+    assert blocks == [2**28 // (2 * 16 * 2 * 16 * 2), 2**28 // (2 * 16 * 2 * 16)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("windows", [(None,), (300,)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -162,3 +197,69 @@ def test_long_prompts_over_a_float8_cache_equal_dense_attention(
     wanted = PERSISTENT if has_wgmma(pool.keys[0].device) else None
     assert PrefillPlanner(spec, pool).widened_config == wanted
     suite.check(spec, ((700, 1), (0, 1000), (900, 300), (10, 5)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("windows", [(None,), (300,)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_prompts_in_float8_are_near_dense_attention(
+    dim: int, dtype: str, windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_wgmma(torch.device("cuda")):
+        pytest.skip("this GPU has no wgmma")
+    monkeypatch.setattr("engine.testing.attention.TOLERANCE", {dtype: 5e-2})
+    settings = {"backend": TritonAttention, "dtype": dtype, "device": "cuda", "options": FP8_PREFILL}
+    suite = type("Suite", (AttentionConformance,), settings)()
+    spec = suite.spec(
+        kv_dtype=FLOAT8,
+        num_layers=1,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=dim,
+        scale=dim**-0.5,
+        max_len=2048,
+        sliding_windows=windows,
+    )
+    case = suite.make(spec, ((700, 1), (0, 1000), (900, 300), (10, 5)))
+    invalidate_behind_windows(case, spec)
+    [found] = suite.run(spec, case)
+    suite._close(found, case.expected[0], "in float8")
+    suite.options = None
+    [wide] = suite.run(spec, case)
+    assert torch.equal(found[:1], wide[:1])  # decode
+    assert torch.equal(found[-5:], wide[-5:])  # few new tokens
+    assert not torch.equal(found[1:-5], wide[1:-5])
+
+
+def test_prefill_dtype_is_checked() -> None:
+    assert TritonOptions().prefill_dtype == "auto"
+    with pytest.raises(ConfigError, match=r"prefill_dtype = 'float9' is no choice; .*known: auto, fp8"):
+        structure_options({"prefill_dtype": "float9"}, TritonOptions, "attention.options")
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_wgmma", "said"),
+    [
+        ({"kv_dtype": "float16"}, True, "stored in float16; use --kv-dtype fp8, or"),
+        ({}, False, "Hopper"),
+        ({"dtype": "float32"}, True, "--dtype bfloat16, or"),
+        ({"head_dim": 80}, True, "64 or 128 numbers, not 80"),
+        ({"head_dim": 256}, True, "64 or 128 numbers, not 256"),
+        ({"block_size": 48}, True, "--block-size 16, or"),
+        ({"num_heads": 512}, True, "128 query heads"),
+        ({"num_kv_heads": 1, "value_head_dim": 48, "latent": True}, True, "latent"),
+    ],
+)
+def test_prompts_in_float8_are_refused_with_what_would_work(changes: Any, has_wgmma: bool, said: str) -> None:
+    spec = attrs.evolve(SPEC, head_dim=128)
+    assert float8_prefill_refusal(spec, has_wgmma=True) is None
+    refusal = float8_prefill_refusal(attrs.evolve(spec, **changes), has_wgmma=has_wgmma)
+    assert refusal is not None
+    assert said in refusal
+    assert "prefill_dtype=auto" in refusal
+
+
+def test_backend_does_not_start_where_prompts_in_float8_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"prefill_dtype = fp8 was asked of the Triton backend, but .*Hopper"):
+        TritonAttention(SPEC, KVPool(SPEC, 4, "cpu"), FP8_PREFILL)
