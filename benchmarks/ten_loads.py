@@ -224,7 +224,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kv-dtype", default=KV_DTYPE, help="dtype of keys and values")
     parser.add_argument("--max-running", type=int, default=MAX_RUNNING, help="maximum sequences per step")
     parser.add_argument("--in-flight", type=int, help="maximum requests in the engine, if less than --max-running")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="given")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        dest="given",
+        help="any setting, as attention.options.prefill_dtype=fp8",
+    )
     parser.add_argument("--bandwidth", type=float, help="for the bounds, TB/s; by default a copy is timed")
     parser.add_argument("--matmul", type=float, help="for the bounds, TFLOP/s; by default a matmul is timed")
     parser.add_argument("--prompt-rate", type=float, help="for the bounds, prompt tokens/s; default: by the matmul")
