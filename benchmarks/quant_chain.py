@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import triton
+from attrs import evolve
 from models import LINEARS
 from triton.errors import TritonError
 
@@ -24,11 +25,14 @@ from engine.ops.common.launch import num_sms, shared_memory
 from engine.ops.gemm.packed_layout import GroupedLayout, PackedMatrix, W8Layout, WeightLayout
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.ops.gemm.weight_only_tiles import (
+    FINE_TILE,
+    PREFETCHED_BLOCKS,
     UNMEASURED_MAX_ROWS,
     WeightOnlyShape,
     WeightOnlyTile,
     WeightOnlyVectorTile,
     default_tile,
+    with_even_splits,
     with_splits,
 )
 from engine.ops.norm.rms_norm import add_rms_norm
@@ -46,6 +50,8 @@ VECTORS = ((2, 8, 2), (4, 4, 1), (4, 8, 2), (4, 16, 4), (8, 4, 1), (8, 8, 2))
 """(rows of W, blocks, warps) of tiles for one row of x."""
 MATRICES = ((16, 1, 6), (32, 1, 6), (32, 2, 6), (64, 2, 6), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 4, 6))
 """(rows of W, warps, stages) of tiles for up to UNMEASURED_MAX_ROWS rows."""
+PROGRAMS_PER_SM = (2, 3, 4)
+"""Of FINE_TILE, at most."""
 BEST = 4
 
 Chosen = Mapping[str, WeightOnlyTile | WeightOnlyVectorTile]
@@ -104,6 +110,11 @@ class Chain:
             )
             if tile.shared_memory(self.layout) <= shared_memory(self.device):
                 found.append(with_splits(tile, self.gemm_shape(name), rows, num_sms(self.device)))
+        fine = evolve(FINE_TILE, step=min(FINE_TILE.step, self.layout.block))
+        if rows > 1 and fine.shared_memory(self.layout) <= shared_memory(self.device):
+            for most in PROGRAMS_PER_SM:
+                split = with_even_splits(fine, self.gemm_shape(name), rows, most * num_sms(self.device))
+                found += [split, evolve(split, ahead=PREFETCHED_BLOCKS)]
         return list(dict.fromkeys(found))
 
     def compile(self, rows: int) -> None:

@@ -17,7 +17,11 @@ from engine.core.plugin_host import load_plugins
 from engine.core.weights import DummySource, load_weights
 from engine.ops.common.launch import num_sms, shared_memory
 from engine.ops.gemm.weight_only_tiles import (
+    FINE_TILE,
     LARGE_TILE,
+    PREFETCHED_BLOCKS,
+    PROGRAMS_PER_SM,
+    PROGRAMS_PER_SM_OF_SMALL_WEIGHTS,
     SMALL_TILE,
     UNMEASURED_MAX_ROWS,
     WARP_PAIRS,
@@ -25,6 +29,7 @@ from engine.ops.gemm.weight_only_tiles import (
     WeightOnlyTile,
     WeightOnlyVectorTile,
     default_tile,
+    with_even_splits,
     with_splits,
 )
 from engine.plugins.quant.weight_only_tuning import WeightOnlyOp
@@ -136,6 +141,11 @@ def few_row_tiles(op: WeightOnlyOp, rows: int, device: torch.device) -> list[Til
         fitting = evolve(tile, step=min(tile.step, shape.layout.block))
         if fitting.shared_memory(shape.layout) <= shared:
             found += [fitting, with_splits(fitting, shape, rows, sms)]
+    fitting = evolve(FINE_TILE, step=min(FINE_TILE.step, shape.layout.block))
+    if rows > 1 and fitting.shared_memory(shape.layout) <= shared:
+        for most in (PROGRAMS_PER_SM_OF_SMALL_WEIGHTS, PROGRAMS_PER_SM):
+            split = with_even_splits(fitting, shape, rows, most * sms)
+            found += [split, evolve(split, ahead=PREFETCHED_BLOCKS)]
     return list(dict.fromkeys(found))
 
 

@@ -150,6 +150,43 @@ def _rows_of(TILE: tl.constexpr, RUN: tl.constexpr, outputs, EPILOGUE: tl.conste
 
 
 @triton.jit
+def _prefetch_lines(pointers):
+    """Prefetch the cache line at each pointer into the L2 cache. Source: PTX ISA, prefetch."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // dummy $0",
+        "=r,l",
+        [pointers.to(tl.uint64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _fetch(
+    packed_row,
+    scales_row,
+    begin,
+    end,
+    block_stride,
+    weight_rows,
+    AHEAD: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """Prefetch up to AHEAD blocks of a tile of W, from block `begin` on but not beyond `end`, into the L2 cache.
+
+    packed_row: pointers to block 0 of the tile's rows. scales_row: pointers to the first entries of scales of groups of
+    every INTERLEAVE-th row; ENTRIES: of scales of groups per block, prefetched too; 0: there are none.
+    """
+    if begin < end:
+        block = tl.minimum(begin + tl.arange(0, AHEAD), end - 1).to(tl.int64)
+        _prefetch_lines(packed_row[:, None] + (block * block_stride)[None, :])
+        if ENTRIES:
+            for number in tl.static_range(ENTRIES):
+                _prefetch_lines(scales_row[:, None] + ((block * ENTRIES + number) * weight_rows)[None, :])
+
+
+@triton.jit
 def _store(out, total, bias, first, rows, outputs, RUN: tl.constexpr, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
     """Apply bias and epilogue and store. total: [TILE, COLUMNS] float32, of the rows of x from `first` on; its rows in
     the order of `_rows_of`."""
@@ -204,6 +241,7 @@ def matmul_kernel(
     STAGES: tl.constexpr,
     SCALE_WEIGHTS: tl.constexpr,
     SPLIT: tl.constexpr,
+    AHEAD: tl.constexpr,
     EPILOGUE: tl.constexpr,
     BIAS: tl.constexpr,
     ASM: tl.constexpr,
@@ -217,7 +255,8 @@ def matmul_kernel(
     x^T on the tensor cores, accumulating in float32. SCALE_WEIGHTS: weights are scaled, and rounded to x's dtype,
     before they are multiplied; otherwise the sums of each group are scaled, in float32. PARTS: loop iterations per
     block, each with an equal part of every span. SPLIT: split-K over program_id(1); partials: [tiles, splits, TILE,
-    COLUMNS] float32; arrivals: [tiles] int32, 0 before and after. ASM: PTX may be used.
+    COLUMNS] float32; arrivals: [tiles] int32, 0 before and after. AHEAD: blocks to prefetch into the L2 cache before x
+    is written; a power of two, or 0. ASM: PTX may be used.
     """
     FIELDS: tl.constexpr = 16 // BITS
     GROUPS: tl.constexpr = FIELDS * SPAN // GROUP
@@ -232,6 +271,11 @@ def matmul_kernel(
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, blocks)
     packed_row = packed + row.to(tl.int64) * row_stride
+    if PDL and AHEAD:
+        # Every INTERLEAVE-th row: the entries of that many rows are contiguous, and share a cache line.
+        eighth = tl.max(tl.reshape(row, [TILE // INTERLEAVE, INTERLEAVE]), axis=1)
+        GROUPED: tl.constexpr = ENTRIES if SCALE_LAYOUT == GROUPS_OF_INPUTS else 0
+        _fetch(packed_row, scales + eighth, begin, end, block_stride, weight_rows, AHEAD, GROUPED)
     wait(PDL)
     first = tl.program_id(2) * COLUMNS
     m = first + tl.arange(0, COLUMNS)

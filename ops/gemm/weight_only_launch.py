@@ -214,6 +214,7 @@ class WeightOnlyMatmul:
             "STAGES": tile.stages,
             "SCALE_WEIGHTS": tile.scales_weights,
             "SPLIT": tile.splits > 1,
+            "AHEAD": tile.ahead,
         }
         scratch = (self.workspace.partials, self.workspace.arrivals)
         return weight_only.matmul_kernel, (*tensors, *scratch, *sizes), constants

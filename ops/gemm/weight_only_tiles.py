@@ -51,6 +51,11 @@ class WeightOnlyShape:
         return self.weight_rows // 2 if self.gated else self.weight_rows
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of W without scales."""
+        return self.weight_rows * self.inputs * self.layout.bits // 8
+
+    @property
     def blocks(self) -> int:
         """Blocks of the layout per row of W."""
         return -(-self.inputs // self.layout.block)
@@ -74,13 +79,16 @@ class WeightOnlyTile:
     """Maximum inputs per loop iteration. Less than a block leaves room in shared memory for more rows of x."""
     splits: int = 1
     """Split-K: programs that divide the inputs of one tile."""
+    ahead: int = 0
+    """Blocks of each row of W to prefetch into the L2 cache before x is written: a power of two, or 0."""
 
     def __str__(self) -> str:
         scaled = "weights" if self.scales_weights else "sums"
         sizes = (
             f"{self.rows}x{self.columns}x{self.step}, {self.warps} warps, {self.stages} stages, {self.splits} splits"
         )
-        return f"{sizes}, scaled {scaled}"
+        ahead = f", {self.ahead} blocks ahead" if self.ahead else ""
+        return f"{sizes}, scaled {scaled}{ahead}"
 
     def programs(self, shape: WeightOnlyShape, rows: int) -> int:
         """Tiles of the result."""
@@ -172,8 +180,18 @@ W8_TILE_OF_32_COLUMNS = WeightOnlyTile(rows=64, columns=32, warps=2, stages=4)
 """Replaces TILES[32] for a W8Layout."""
 UNMEASURED_MAX_ROWS = 8
 """Up to this many rows of x, tiles follow from rules and are not measured: the time of a layer alone says too little,
-since its kernel overlaps with the kernels before and after. The rules choose what was fastest in a chain of all linear
-layers of a decoder block, of Llama-3.1-8B and of Qwen3-0.6B, on an H200 (benchmarks/quant_chain.py)."""
+since its kernel overlaps with the kernels before and after. The rules choose what was fastest on an H200 in chains of
+linear layers: those of a decoder block of Llama-3.1-8B and of Qwen3-0.6B (benchmarks/quant_chain.py), and pairs of 24
+other sizes."""
+FINE_TILE = WeightOnlyTile(rows=32, columns=UNMEASURED_MAX_ROWS, warps=2, stages=6)
+"""For 2 to UNMEASURED_MAX_ROWS rows, unless large tiles keep all multiprocessors busy or 4-bit weights are large: its
+programs are so small that they are distributed evenly."""
+SMALL_WEIGHTS = 2**23
+"""Bytes of weights below which the time is mostly latency. FINE_TILE then prefetches, and is split less."""
+PROGRAMS_PER_SM = 4
+PROGRAMS_PER_SM_OF_SMALL_WEIGHTS = 2
+"""Programs of FINE_TILE per multiprocessor, at most, if it is split."""
+PREFETCHED_BLOCKS = 8
 SMALL_TILE = WeightOnlyTile(rows=64, columns=UNMEASURED_MAX_ROWS, warps=4, stages=6)
 LARGE_TILE = WeightOnlyTile(rows=128, columns=UNMEASURED_MAX_ROWS, warps=4, stages=4)
 """Where there is at least one program per multiprocessor: without splits for a W8Layout, with for a GroupedLayout."""
@@ -208,6 +226,10 @@ def tensor_core_tile(shape: WeightOnlyShape, rows: int, sms: int, shared: int) -
     """As `default_tile`, among the tiles of the tensor-core kernel."""
     if rows > WEIGHT_ONLY_MAX_ROWS:
         return None
+    if _suits_fine_tile(shape, rows, sms):
+        tile = _for_layout(FINE_TILE, shape.layout)
+        if tile.shared_memory(shape.layout) <= shared:
+            return fine_tile(shape, rows, sms)
     wanted = next((size for size in COLUMNS if size >= rows), COLUMNS[-1])
     for columns in reversed([size for size in COLUMNS if size <= wanted]):
         tile = _unsplit_default(shape, columns, sms)
@@ -216,6 +238,34 @@ def tensor_core_tile(shape: WeightOnlyShape, rows: int, sms: int, shared: int) -
             if fitting.shared_memory(shape.layout) <= shared:
                 return with_splits(fitting, shape, rows, sms)
     return None
+
+
+def _suits_fine_tile(shape: WeightOnlyShape, rows: int, sms: int) -> bool:
+    """Whether FINE_TILE is the fastest."""
+    if not 1 < rows <= UNMEASURED_MAX_ROWS:
+        return False
+    if shape.weight_bytes < SMALL_WEIGHTS:
+        return True
+    is_w8 = shape.layout.scale_layout != "groups"
+    return is_w8 and (shape.gated or LARGE_TILE.programs(shape, rows) < sms)
+
+
+def fine_tile(shape: WeightOnlyShape, rows: int, sms: int) -> WeightOnlyTile:
+    """FINE_TILE with splits and prefetching for a shape."""
+    is_small = shape.weight_bytes < SMALL_WEIGHTS
+    most = sms * (PROGRAMS_PER_SM_OF_SMALL_WEIGHTS if is_small else PROGRAMS_PER_SM)
+    tile = with_even_splits(_for_layout(FINE_TILE, shape.layout), shape, rows, most)
+    return evolve(tile, ahead=PREFETCHED_BLOCKS) if is_small else tile
+
+
+def with_even_splits(tile: WeightOnlyTile, shape: WeightOnlyShape, rows: int, most: int) -> WeightOnlyTile:
+    """The tile with as many splits as make at most `most` programs, of which none is without work."""
+    programs = tile.programs(shape, rows)
+    splits = max(min(MAX_SPLITS, shape.blocks, most // programs), 1)
+    splits = -(-shape.blocks // -(-shape.blocks // splits))
+    while splits > 1 and not fits_workspace(tile, programs, splits):
+        splits -= 1
+    return evolve(tile, splits=splits)
 
 
 def _suits_vector(shape: WeightOnlyShape, sms: int) -> bool:

@@ -15,8 +15,10 @@ from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, MAX_SPLIT_TILES
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.ops.gemm.weight_only_tiles import (
     COLUMNS,
+    FINE_TILE,
     LARGE_TILE,
     MAX_SPLITS,
+    PREFETCHED_BLOCKS,
     SMALL_TILE,
     TILES,
     WEIGHT_ONLY_MAX_ROWS,
@@ -24,6 +26,7 @@ from engine.ops.gemm.weight_only_tiles import (
     WeightOnlyTile,
     WeightOnlyVectorTile,
     default_tile,
+    with_even_splits,
     with_splits,
 )
 
@@ -34,6 +37,9 @@ SHARED = evolve(SMALL, splits=3)
 EARLY = WeightOnlyTile(rows=64, columns=32, warps=4, stages=2, scales_weights=True)
 STEPS = evolve(EARLY, stages=3, step=64, splits=2)
 """Takes blocks in parts."""
+AHEAD = WeightOnlyTile(rows=32, columns=8, warps=2, stages=6, splits=3, ahead=8)
+"""Prefetches more blocks than a program multiplies; interpreted, it prefetches none."""
+PREFETCHING = evolve(FINE_TILE, ahead=PREFETCHED_BLOCKS)
 VECTOR = WeightOnlyVectorTile(rows=4, blocks=2, warps=2)
 """For one row of x; the interpreter takes long for more."""
 LIMIT = {torch.float16: 2**-9, torch.bfloat16: 2**-6}
@@ -96,7 +102,7 @@ def gated(operands: Any, bias: Any = None) -> Any:
     return F.silu(gate) * up
 
 
-@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS, AHEAD], ids=str)
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (4, 128), (4, 256), (4, -1), (8, 32), (8, 128)])
 def test_layouts(
@@ -106,7 +112,7 @@ def test_layouts(
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, tile), linear(operands))
 
 
-@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS, AHEAD], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 256), (33, 96), (8, 32), (100, 600), (66, 832)])
 def test_ragged_sizes(
     multiplier: Any, device: torch.device, half: torch.dtype, outputs: int, inputs: int, tile: Any
@@ -116,14 +122,14 @@ def test_ragged_sizes(
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, bias, False, tile), linear(operands, bias))
 
 
-@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS, AHEAD], ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 17, 40])
 def test_rows(multiplier: Any, device: torch.device, half: torch.dtype, rows: int, tile: Any) -> None:
     operands = Operands(rows, 64, 512, 128, device, half, zeros=False)
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, tile), linear(operands))
 
 
-@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS, AHEAD], ids=str)
 @pytest.mark.parametrize(("outputs", "biased"), [(64, False), (80, True)])
 def test_gated(multiplier: Any, device: torch.device, half: torch.dtype, outputs: int, biased: bool, tile: Any) -> None:
     operands = Operands(6, outputs, 512, 64, device, half)
@@ -233,7 +239,7 @@ def test_tiles_fit_shared_memory(layout: Any, shared: Any, most_stages: int) -> 
         gemm_shape = WeightOnlyShape(gated=False, weight_rows=4096, inputs=4096, layout=layout)
         tile = default_tile(gemm_shape, rows, 132, shared)
         assert tile.shared_memory(layout) <= shared
-        assert tile.stages <= most_stages
+        assert tile.stages <= most_stages or tile.rows == FINE_TILE.rows  # the smallest
     assert default_tile(gemm_shape, 16, 132, 2**12) is None
 
 
@@ -254,12 +260,12 @@ def test_shared_memory_equals_the_compilers() -> None:
 @pytest.mark.parametrize(
     ("layout", "outputs", "inputs", "one", "few"),
     [
-        (W8Layout(dtype="int8"), 4096, 4096, WeightOnlyVectorTile(rows=4, blocks=8, warps=2), SMALL_TILE),
-        (W8Layout(dtype="int8"), 1024, 2048, WeightOnlyVectorTile(rows=2, blocks=8, warps=2), SMALL_TILE),
+        (W8Layout(dtype="int8"), 4096, 4096, WeightOnlyVectorTile(rows=4, blocks=8, warps=2), FINE_TILE),
+        (W8Layout(dtype="int8"), 1024, 2048, WeightOnlyVectorTile(rows=2, blocks=8, warps=2), PREFETCHING),
         (W8Layout(dtype="int8"), 28672, 4096, LARGE_TILE, LARGE_TILE),
-        (W8Layout(dtype="int8"), 4096, 4095, SMALL_TILE, SMALL_TILE),
-        (GroupedLayout.choose(4, 128), 1024, 2048, WeightOnlyVectorTile(rows=2, blocks=8, warps=2), SMALL_TILE),
-        (GroupedLayout.choose(4, 32), 1024, 2048, WeightOnlyVectorTile(rows=2, blocks=16, warps=2), SMALL_TILE),
+        (W8Layout(dtype="int8"), 4096, 4095, SMALL_TILE, FINE_TILE),
+        (GroupedLayout.choose(4, 128), 1024, 2048, WeightOnlyVectorTile(rows=2, blocks=8, warps=2), PREFETCHING),
+        (GroupedLayout.choose(4, 32), 1024, 2048, WeightOnlyVectorTile(rows=2, blocks=16, warps=2), PREFETCHING),
         (GroupedLayout.choose(4, 128), 4096, 14336, LARGE_TILE, LARGE_TILE),
         (GroupedLayout.choose(8, 128), 4096, 14336, WeightOnlyVectorTile(rows=4, blocks=8, warps=2), LARGE_TILE),
     ],
@@ -280,6 +286,28 @@ def test_few_tiles_are_split_and_many_are_not() -> None:
     many = evolve(few, weight_rows=128256)
     assert with_splits(tile, few, 1, 132).splits > 1
     assert with_splits(tile, many, 1, 132).splits == 1
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_w8_tile_of_many_outputs_is_fine_when_gated(gated: bool) -> None:
+    shape = WeightOnlyShape(gated=gated, weight_rows=28672, inputs=4096, layout=W8Layout(dtype="int8"))
+    assert default_tile(shape, 2, 132, HOPPER) == evolve(FINE_TILE if gated else LARGE_TILE, step=128)
+    assert default_tile(shape, 1, 132, HOPPER) == evolve(LARGE_TILE, step=128)
+
+
+@pytest.mark.parametrize("inputs", [128, 640, 1152, 4992, 15040])
+@pytest.mark.parametrize("outputs", [512, 1536, 2752, 12352])
+def test_even_splits_leave_no_program_without_work(outputs: int, inputs: int) -> None:
+    shape = WeightOnlyShape(gated=False, weight_rows=outputs, inputs=inputs, layout=W8Layout(dtype="int8"))
+    for most in (100, 264, 528):
+        tile = with_even_splits(FINE_TILE, shape, 2, most)
+        programs = tile.programs(shape, 2)
+        assert tile.splits == 1 or programs * tile.splits <= most
+        blocks_per_split = -(-shape.blocks // tile.splits)
+        assert (tile.splits - 1) * blocks_per_split < shape.blocks
+        more = tile.splits + 1
+        could_split = programs * more <= most and more <= MAX_SPLITS
+        assert not could_split or -(-shape.blocks // more) == blocks_per_split
 
 
 def each_code(dtype: Any, device: Any) -> Any:
@@ -303,7 +331,7 @@ def test_each_w8_value_is_dequantized_exactly(
     assert torch.equal(multiplier.dequantize(matrix, x).float(), codes.float())
 
 
-@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS, AHEAD], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(40, 384), (66, 200), (8, 64)])
 @pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 4), ("fp8", 128)])
 def test_w8(
