@@ -64,7 +64,8 @@ class Attention:
         for tensor in (*pool.keys, *pool.values):
             tensor.copy_(torch.randn(tensor.shape, dtype=getattr(torch, dtype), device=device))
         packed = torch.randn(len(batch.tokens), heads.heads + 2 * heads.kv_heads, heads.head_dim, device=device)
-        backend = load_plugins().attention.get("triton").load()(spec, pool, None)
+        backend_class = load_plugins().attention.get("triton").load()
+        backend = backend_class(spec, pool, backend_class.options_class())
         plan = backend.plan(batch, None if case.kind == "prefill" else GraphSlot(num_sequences=batch.num_sequences))
         q = packed.to(getattr(torch, dtype))[:, : heads.heads]
         return cls(case=case, spec=spec, pool=pool, batch=batch, q=q, backend=backend, plan=plan)
