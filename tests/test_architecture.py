@@ -59,8 +59,8 @@ NO_PLUGIN_NAMES = {
 
 READS_ENVIRONMENT = {"core/autotune/cache.py": "executor.kernel_cache", "core/wait_policy.py": "executor.thread_wait"}
 """File -> the setting that means the same as what it reads (XDG_CACHE_HOME; OMP_WAIT_POLICY and its like)."""
-READS_OTHERS_VARIABLES = ("core/compilation/client.py", "core/compilation/first_start.py")
-"""Files that pass the environment to a process, or ask before they are imported what Triton and CUDA read in it."""
+READS_OTHERS_VARIABLES = tuple(f"core/compilation/{name}.py" for name in ("client", "first_start", "head_start"))
+"""Files that pass the environment to a process, or ask for or set what Triton, torch and CUDA will read in it."""
 UNPICKLES = {"core/compilation/job.py": "pickle"}
 """File -> what it imports: the bytes come from the process that started this one."""
 
