@@ -19,9 +19,10 @@ MODULE_LOADING = "CUDA_MODULE_LOADING"
 
 
 def begin_driver(config: EngineConfig) -> threading.Thread | None:
-    """Begin to initialize the GPU's driver, 0.1 s and more; to be called before torch is imported.
+    """Begin to initialize the GPU's driver in a thread, for at least 0.1 s; to be called before torch is imported.
 
-    Takes no memory of a GPU. Returns the thread, which nothing needs to wait for: who calls the driver does.
+    Takes no memory of a GPU. From now on CUDA_VISIBLE_DEVICES has no effect, and a forked process cannot use the GPU.
+    Returns the thread, which nothing needs to wait for: a later call of the driver waits until it is initialized.
     """
     if not may_use_gpu(config):
         return None

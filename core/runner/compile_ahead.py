@@ -47,11 +47,11 @@ def compile_ahead(
         group.minimum(0)  # a barrier
 
 
-def tune_in_turn(config: EngineConfig, group: RankGroup, factories: Iterable[LayerFactory]) -> None:
+def tune_first_rank_first(config: EngineConfig, group: RankGroup, factories: Iterable[LayerFactory]) -> None:
     """Choose the kernels of all layers: the first rank measures, and the others find its results on disk.
 
     So the ranks choose alike, and only the first compiles candidates. A rank with another disk, or another kind of GPU,
-    finds no results, and measures too.
+    finds no results, and measures too. The others wait as long as collective operations may take (RankGroup).
     """
     if group.rank > 0:
         group.minimum(0)  # a barrier, which the first rank reaches below

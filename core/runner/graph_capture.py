@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ class GraphCapturer:
     """Captures work on a GPU in CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device, *, extends: bool = True) -> None:
-        """extends: whether a graph may be extended by another capture. NCCL's operations were not tried."""
+        """extends: whether a graph may be extended by another capture; False where it has operations of NCCL."""
         self._memory = torch.cuda.MemPool()
         """Of all graphs, while this object lives."""
         self._pool: Any = self._memory.id
@@ -64,19 +65,22 @@ class GraphCapturer:
         """Capture `begin` once, and each ending at the end of a copy."""
         stream = self._stream.cuda_stream
         beginning = torch.cuda.CUDAGraph(keep_graph=True)
-        self._first = self._first or beginning
         beginning.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             begun = begin()
             end = extender.capture_end(stream)
-        finally:
-            beginning.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # ending a capture that has failed fails too, and says less
+                beginning.capture_end()
+            raise
+        beginning.capture_end()
+        self._first = self._first or beginning
         captured: list[tuple[Callable[[], None], U]] = []
         for ending in endings:
             graphs: list[ExtendedGraph] = []
             with (
                 torch.cuda.use_mem_pool(self._memory, self._device),
-                extender.extended(int(beginning.raw_cuda_graph()), end, stream, graphs),
+                extender.extended(int(beginning.raw_cuda_graph()), end, stream, self._memory, graphs),
             ):
                 made = ending(begun)
             captured.append((graphs[0].replay, made))

@@ -43,8 +43,9 @@ class CaptureEnd:
     """The nodes that the next node of a capture would depend on."""
 
     nodes: list[int]
+    """CUgraphNode."""
     edges: bytes
-    """Their CUgraphEdgeData; zero bytes for ordinary dependencies."""
+    """CUgraphEdgeData of each of the nodes, EDGE_BYTES bytes; empty, or zero bytes, for ordinary dependencies."""
 
 
 class GraphExtender:
@@ -56,7 +57,7 @@ class GraphExtender:
 
     @staticmethod
     def find() -> GraphExtender | None:
-        """The functions of this machine's driver; None: it lacks some."""
+        """The functions of this machine's driver; None if it lacks one of them."""
         if torch.version.cuda is None:
             return None
         try:
@@ -66,7 +67,10 @@ class GraphExtender:
         return GraphExtender(driver, runtime) if all(hasattr(driver, name) for name in FUNCTIONS) else None
 
     def capture_end(self, stream: int) -> CaptureEnd:
-        """Where the capture of a stream stands. stream: cudaStream_t."""
+        """Return the nodes that the next captured node depends on. stream: cudaStream_t, which is being captured.
+
+        Raises RuntimeError with the driver's name of its error.
+        """
         status, number, graph, count = c_int(), c_uint64(), c_void_p(), c_size_t()
         nodes, edges = ctypes.POINTER(c_void_p)(), c_void_p()
         self._call(
@@ -78,10 +82,14 @@ class GraphExtender:
         return CaptureEnd([nodes[index] or 0 for index in range(count.value)], data)
 
     @contextmanager
-    def extended(self, graph: int, end: CaptureEnd, stream: int, made: list[ExtendedGraph]) -> Iterator[None]:
-        """Capture what the `with` block launches in a stream as the end of a copy of a graph. made: receives the copy.
+    def extended(
+        self, graph: int, end: CaptureEnd, stream: int, memory: object, made: list[ExtendedGraph]
+    ) -> Iterator[None]:
+        """Capture what the `with` block launches in a stream as the end of a copy of a graph.
 
-        graph: cudaGraph_t. end: of its capture.
+        graph: cudaGraph_t. end: of its capture. stream: the current stream, not being captured. memory: of the graph,
+        kept as long as the copy. made: receives the copy, ready to be launched. Raises what the block raises, or
+        RuntimeError with the driver's name of its error.
         """
         copy, ended = c_void_p(), c_void_p()
         self._call("cuGraphClone", byref(copy), c_void_p(graph))
@@ -103,11 +111,13 @@ class GraphExtender:
             )
             try:
                 yield
-            finally:
-                self._call("cuStreamEndCapture", c_void_p(stream), byref(ended))
+            except BaseException:
+                self._driver.cuStreamEndCapture(c_void_p(stream), byref(ended))  # fails too, and says less
+                raise
+            self._call("cuStreamEndCapture", c_void_p(stream), byref(ended))
             executable = c_void_p()
             self._call("cuGraphInstantiateWithFlags", byref(executable), copy, c_uint64(AUTO_FREE_ON_LAUNCH))
-            made.append(ExtendedGraph(self._driver, self._runtime, executable))
+            made.append(ExtendedGraph(self._driver, self._runtime, executable, memory))
         finally:
             self._driver.cuGraphDestroy(copy)
 
@@ -119,9 +129,10 @@ class GraphExtender:
 
 
 class ExtendedGraph:
-    """An executable graph. Its kernels' memory belongs to the pool that was in use during the capture."""
+    """An executable graph, and the memory pool that was in use during its capture."""
 
-    def __init__(self, driver: Any, runtime: Any, executable: c_void_p) -> None:
+    def __init__(self, driver: Any, runtime: Any, executable: c_void_p, memory: object) -> None:
+        self._memory = memory
         self._driver = driver
         self._executable = executable
         self._launch: Callable[[c_void_p, c_void_p], int] = runtime.cudaGraphLaunch

@@ -126,7 +126,7 @@ class RunnerStart:
         enter_device(self._device)
         has_kernels = self._fused and self._device.type == "cuda"
         if has_kernels:
-            from engine.core.runner.compile_ahead import compile_ahead, end_compile_ahead, tune_in_turn
+            from engine.core.runner.compile_ahead import compile_ahead, end_compile_ahead, tune_first_rank_first
         with phases.phase("model"):
             free = free_memory(self._device)
             if self._device.type == "cpu":
@@ -144,7 +144,7 @@ class RunnerStart:
             with phases.phase("recording"):
                 compile_ahead(self._config, self._group, factories, lambda: self._record_launches(model, kv_scales))
             with phases.phase("tuning"):
-                tune_in_turn(self._config, self._group, factories)
+                tune_first_rank_first(self._config, self._group, factories)
         weights = layers.nbytes + (0 if self._drafter is None else self._drafter.nbytes)
         with phases.phase("memory"):
             activations = self._measure_activations(model, kv_scales)

@@ -57,7 +57,8 @@ def gather_tiles(
 
 @triton.jit
 def _load(cache, blocks, tile, head, keys, begin, first, end, KV_HEADS, HEAD_DIM, BLOCK_SIZE, SIZE):  # fmt: skip
-    """The numbers of the `keys` of a tile: [SIZE, HEAD_DIM]; zeros before position `first` and from `end` on."""
+    """Load keys or values of a tile, at the indices `keys`: [SIZE, HEAD_DIM]; zeros before position `first` and from
+    `end` on."""
     inside = (begin + keys >= first) & (begin + keys < end)
     block = tl.load(blocks + (tile * SIZE + keys) // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
     rows = ((block * BLOCK_SIZE + keys % BLOCK_SIZE) * KV_HEADS + head) * HEAD_DIM
@@ -69,7 +70,7 @@ def _gather_kernel(
     keys, values, key_tiles, value_tiles, blocks, spans, window, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, WINDOWED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles * KV_HEADS). Numbers are bytes here."""
+    """Grid: (tiles * KV_HEADS). Elements are passed as bytes, which are only moved."""
     head = tl.program_id(0) % KV_HEADS
     tile = tl.program_id(0) // KV_HEADS
     begin = tl.load(spans + tile * 3)

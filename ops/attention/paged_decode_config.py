@@ -58,7 +58,7 @@ class Preset:
     """Up to this many sequences, any number of pairs."""
 
     def limit(self, num_kv_heads: int) -> float:
-        """Maximum number of sequences."""
+        """Maximum number of sequences, not necessarily an integer."""
         return max(self.max_pairs / num_kv_heads, self.max_sequences)
 
 

@@ -72,7 +72,8 @@ class PrefillPlanner:
         self._float8 = float8
         self.min_converted_rows = MIN_CONVERTED_ROWS
         itemsize = keys.itemsize if float8 else dtype.itemsize
-        self.max_converted_blocks = MAX_CONVERTED_BYTES // (2 * keys[0].numel() * itemsize)
+        self.max_converted_blocks = _power_of_2_below(MAX_CONVERTED_BYTES // (2 * keys[0].numel() * itemsize))
+        """A power of two, since that many are allocated."""
 
     def plan(self, batch: ForwardBatch) -> tuple[PrefillPart | Float8Part, ...]:
         """The launches for all sequences behind the decoding ones."""
@@ -114,11 +115,21 @@ class PrefillPlanner:
         for sequence in sequences[np.argsort(-queries[sequences], kind="stable")]:
             if queries[sequence] * self._group < self.min_converted_rows:
                 break
-            begin, end = self._blocks(batch, sequence)
-            if end - begin <= room:
-                room -= end - begin
+            blocks = self._converted_blocks(batch, sequence)
+            if blocks <= room:
+                room -= blocks
                 found.append(sequence)
         return np.array(sorted(found), np.int64)
+
+    def _converted_blocks(self, batch: ForwardBatch, sequence: int) -> int:
+        """Memory that the conversion of a sequence takes, in blocks: for the float8 kernel, whole tiles of keys."""
+        begin, end = self._blocks(batch, sequence)
+        if not self._float8:
+            return end - begin
+        from engine.ops.attention.float8_tiles import TILE
+
+        per_tile = TILE // self._spec.block_size
+        return (-(-end // per_tile) - begin // per_tile) * per_tile
 
     def _blocks(self, batch: ForwardBatch, sequence: int) -> tuple[int, int]:
         """The range of a sequence's block table that its new tokens see in any layer."""
@@ -176,6 +187,11 @@ class PrefillPlanner:
         tiles[:, 0] = np.array(origins)[np.searchsorted(sequences, tiles[:, 0])]
         arrays = [tiles, np.concatenate(blocks), np.concatenate(spans)]
         return Float8Part(*to_device(arrays, batch.tokens.device))
+
+
+def _power_of_2_below(number: int) -> int:
+    """The largest power of two that is at most `number`; 0 for 0."""
+    return 1 << number.bit_length() - 1 if number else 0
 
 
 def shared_memory(device: torch.device) -> int:

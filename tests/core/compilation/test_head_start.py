@@ -35,7 +35,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(first_start, "_has_gpu", lambda: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.delenv(head_start.MODULE_LOADING, raising=False)
+    monkeypatch.setenv(head_start.MODULE_LOADING, "")  # so that it is as before when the test has ended
+    monkeypatch.delenv(head_start.MODULE_LOADING)
     DRIVERS.clear()
 
 

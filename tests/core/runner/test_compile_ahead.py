@@ -13,7 +13,7 @@ from engine.core.compilation.client import SHARED
 from engine.core.config.tree import EngineConfig
 from engine.core.distributed.rank_group import OneRank
 from engine.core.runner import compile_ahead as module
-from engine.core.runner.compile_ahead import compile_ahead, end_compile_ahead, tune_in_turn
+from engine.core.runner.compile_ahead import compile_ahead, end_compile_ahead, tune_first_rank_first
 
 CONFIG = EngineConfig()
 
@@ -86,11 +86,11 @@ def test_a_start_goes_on_where_recording_fails(log: list[Any], caplog: pytest.Lo
 
 def test_the_first_rank_measures_and_the_others_then_find_its_results(log: list[Any]) -> None:
     factories: list[Any] = ["target", "drafter"]
-    tune_in_turn(CONFIG, Rank(0, log), factories)
+    tune_first_rank_first(CONFIG, Rank(0, log), factories)
     assert log == ["tune target", "tune drafter", "minimum"]
     log.clear()
-    tune_in_turn(CONFIG, Rank(1, log), factories)
+    tune_first_rank_first(CONFIG, Rank(1, log), factories)
     assert log == ["minimum", "tune target", "tune drafter"]
     log.clear()
-    tune_in_turn(CONFIG, OneRank(), factories)
+    tune_first_rank_first(CONFIG, OneRank(), factories)
     assert log == ["tune target", "tune drafter"]

@@ -38,7 +38,7 @@ def test_graphs_that_begin_alike_replay_the_beginning_and_their_own_end(extends:
 
     ends = endings_of(out)
     graphs = capturer.capture_alike(begin, ends, lambda: [end(begun) for begun in [begin()] for end in ends])
-    assert len(runs) == 1 + (1 if extends else 3)
+    assert len(runs) == 1 + (1 if extends and GraphExtender.find() else 3)
     made = [None if result is None else weak_ref_tensor(result) for _, result in graphs]
     replays = [replay for replay, _ in graphs]
     del graphs
@@ -100,16 +100,42 @@ def test_an_error_of_the_driver_is_named() -> None:
     made: list[ExtendedGraph] = []
     with (
         pytest.raises(RuntimeError, match=r"^cuGraphClone failed: NAME_OF_900$"),
-        extender.extended(1, CaptureEnd([2], bytes(8)), 0, made),
+        extender.extended(1, CaptureEnd([2], bytes(8)), 0, None, made),
     ):
         pytest.fail("nothing is captured")
+    assert made == []
+
+
+class Accepting(Refusing):
+    """A driver that only fails to end a capture."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *arguments: 901 if name == "cuStreamEndCapture" else 0
+
+
+class Lacking:
+    """A driver with one of the functions."""
+
+    def cuGraphClone(self) -> None:  # noqa: N802
+        pytest.fail("no function is called")
+
+
+def test_an_error_of_what_is_captured_is_raised_and_not_that_of_ending_its_capture() -> None:
+    extender, made = GraphExtender(Accepting(), Accepting()), list[ExtendedGraph]()
+    end = CaptureEnd([2], bytes(8))
+    with pytest.raises(torch.OutOfMemoryError), extender.extended(1, end, 0, None, made):
+        raise torch.OutOfMemoryError
+    with (
+        pytest.raises(RuntimeError, match=r"^cuStreamEndCapture failed: NAME_OF_901$"),
+        extender.extended(1, end, 0, None, made),
+    ):
+        pass
     assert made == []
 
 
 def test_no_graph_is_extended_without_the_driver_or_by_one_that_lacks_a_function(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    load = ctypes.CDLL
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
     def missing(name: str) -> Any:
@@ -117,7 +143,7 @@ def test_no_graph_is_extended_without_the_driver_or_by_one_that_lacks_a_function
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     assert GraphExtender.find() is None
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: load(None))  # has none of the functions
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Lacking())
     assert GraphExtender.find() is None
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Refusing())
     assert GraphExtender.find() is not None

@@ -169,6 +169,19 @@ def test_float8_prefill_skips_tiles_of_keys_behind_all_windows() -> None:
     assert part.tiles[:, :2].tolist() == [[-1, 300], [0, 0]]
 
 
+def test_float8_prefill_counts_whole_tiles_of_keys_as_the_memory_of_a_sequence() -> None:
+    lengths = ((0, 20), (0, 40), (0, 130))  # of one, one and two tiles of 8 blocks
+    tiled, direct = plan(lengths, float8=True, max_converted_blocks=16)
+    assert (len(tiled.blocks), sequences(direct)) == (16, [0, 1])
+    tiled, direct = plan(lengths[:2], float8=True, max_converted_blocks=8)
+    assert (len(tiled.blocks), sequences(direct)) == (8, [0])
+
+
+def test_converted_blocks_are_limited_to_a_power_of_two_since_so_many_are_allocated() -> None:
+    spec = attrs.evolve(SPEC, head_dim=48)
+    assert PrefillPlanner(spec, KVPool(spec, 4, "cpu")).max_converted_blocks == 2**28 // (2 * 16 * 2 * 64 * 2)
+
+
 def test_float8_prefill_gathers_twice_as_many_blocks_into_the_same_memory() -> None:
     pool = KVPool(SPEC, 4, "cpu")
     blocks = [PrefillPlanner(SPEC, pool, float8=float8).max_converted_blocks for float8 in (False, True)]
