@@ -22,7 +22,7 @@ from attrs import frozen
 from engine.cli.bench.report import Row, report, write
 from engine.cli.tables import print_table
 from engine.core.attention import AttentionSpec, KVPool
-from engine.core.quant import FLOAT8, KVScales
+from engine.core.quant import FLOAT8, FLOAT8_MAX, KVScales
 
 HEADS = 16
 HEAD_DIM = 128
@@ -30,7 +30,6 @@ CONTEXTS = "128,1024,8192,65536"
 SCALES = (1 / 8, 1.0, 64.0, 4096.0)
 """Factors on the calibrated scale; below 1 the largest numbers are clipped, above 1 small ones lose digits."""
 SHARPNESS = (1.0, 4.0)
-FLOAT8_MAX = 448.0
 
 
 @frozen(kw_only=True)

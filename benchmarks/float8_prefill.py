@@ -20,11 +20,12 @@ import attrs
 import torch
 from attention import BLOCK_SIZE, HEAD_DIM, Bench, microseconds
 from attrs import frozen
+from float8_error import norm_error
 
 from engine.cli.bench.report import Row, report, write
 from engine.cli.tables import print_table
 from engine.core.attention import KVPool
-from engine.core.quant import FLOAT8, KVScales
+from engine.core.quant import FLOAT8, FLOAT8_MAX, KVScales
 from engine.plugins.attention.triton import TritonAttention
 from engine.plugins.attention.triton_options import TritonOptions
 
@@ -34,7 +35,6 @@ CONTEXTS = (128, 1024, 8192, 32768)
 SHARPNESS = (1.0, 4.0)
 NEW = 128
 DTYPES = ("auto", "fp8")
-FLOAT8_MAX = 448.0
 
 
 @frozen(kw_only=True)
@@ -97,11 +97,6 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
         scores = (q[:, head].double() @ k[:, head // group].double().T) * scale
         out[:, head] = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[:, head // group].double()
     return out
-
-
-def norm_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative norm of the error."""
-    return float((found.double() - exact).norm() / exact.norm())
 
 
 def measure_errors() -> Iterator[Errors]:

@@ -44,13 +44,10 @@ class EmulatedFloat8Prefill(TorchAttention):
             positions = torch.arange(context)
             blocks = torch.from_numpy(batch.block_tables_host[row])[positions // self._spec.block_size].long()
             slots = blocks * self._spec.block_size + positions % self._spec.block_size
-            keys, values = (
-                part[layer][slots].view(self._kv_dtype).float() * scale
-                for part, scale in ((self._keys, scales.key), (self._values, scales.value))
-            )
-            rows = slice(begin, begin + count)
-            window = self._spec.sliding_windows[layer]
-            out[rows] = float8_attention(q[rows], keys, values, self._spec, window, self._sinks[layer]).to(out.dtype)
+            keys, values = self._gather(layer, slots)
+            rows, window = slice(begin, begin + count), self._spec.sliding_windows[layer]
+            scaled = keys * scales.key, values * scales.value
+            out[rows] = float8_attention(q[rows], *scaled, self._spec, window, self._sinks[layer]).to(out.dtype)
             begin += count
         return out
 

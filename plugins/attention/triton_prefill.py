@@ -70,6 +70,12 @@ class PrefillPlanner:
         if pool.is_float8 and can_persist(torch.empty_like(keys[:0], dtype=dtype), dtype, self._group):
             self.widened_config = PERSISTENT
         self._float8 = float8
+        self._blocks_per_tile = 1
+        """Blocks that are converted together, if any: a tile of keys of the float8 kernel, or a block."""
+        if float8:
+            from engine.ops.attention.float8_tiles import TILE
+
+            self._blocks_per_tile = TILE // spec.block_size
         self.min_converted_rows = MIN_CONVERTED_ROWS
         itemsize = keys.itemsize if float8 else dtype.itemsize
         self.max_converted_blocks = _power_of_2_below(MAX_CONVERTED_BYTES // (2 * keys[0].numel() * itemsize))
@@ -123,13 +129,13 @@ class PrefillPlanner:
 
     def _converted_blocks(self, batch: ForwardBatch, sequence: int) -> int:
         """Memory that the conversion of a sequence takes, in blocks: for the float8 kernel, whole tiles of keys."""
-        begin, end = self._blocks(batch, sequence)
-        if not self._float8:
-            return end - begin
-        from engine.ops.attention.float8_tiles import TILE
+        begin, end = self._tiles_of_keys(batch, sequence)
+        return (end - begin) * self._blocks_per_tile
 
-        per_tile = TILE // self._spec.block_size
-        return (-(-end // per_tile) - begin // per_tile) * per_tile
+    def _tiles_of_keys(self, batch: ForwardBatch, sequence: int) -> tuple[int, int]:
+        """The range of `_blocks`, in units of `_blocks_per_tile`, with the tiles of which it has a part."""
+        begin, end = self._blocks(batch, sequence)
+        return begin // self._blocks_per_tile, -(-end // self._blocks_per_tile)
 
     def _blocks(self, batch: ForwardBatch, sequence: int) -> tuple[int, int]:
         """The range of a sequence's block table that its new tokens see in any layer."""
@@ -165,15 +171,15 @@ class PrefillPlanner:
         from engine.ops.attention.paged_prefill import prefill_tiles
         from engine.ops.attention.persistent_float8 import BLOCK_M
 
-        per_tile = TILE // self._spec.block_size
+        per_tile = self._blocks_per_tile
         blocks: list[npt.NDArray[np.int32]] = []
         spans: list[npt.NDArray[np.int32]] = []
         origins = []
         count = 0
         for sequence in sequences:
-            begin, end = self._blocks(batch, sequence)
+            _, end = self._blocks(batch, sequence)
             context = int(batch.context_lens_host[sequence])
-            numbers = np.arange(begin // per_tile, -(-end // per_tile), dtype=np.int32)
+            numbers = np.arange(*self._tiles_of_keys(batch, sequence), dtype=np.int32)
             of_tiles = np.zeros(len(numbers) * per_tile, np.int32)
             part = batch.block_tables_host[sequence, numbers[0] * per_tile : end]
             of_tiles[: len(part)] = part
