@@ -102,11 +102,13 @@ class Parts:
     """A speculator on the device; None: there is none."""
     manifest: Manifest = ()
     """The plugins this process has loaded; other processes of the engine compare theirs (Plugins.verify)."""
+    remote_speculator: bool = False
+    """Whether the engine's process has a speculator that this process does not know: one passed in from Python."""
 
     @property
     def speculates(self) -> bool:
-        """Whether there is a speculator, on the host or on the device."""
-        return self.speculator is not None or self.drafter is not None
+        """Whether there is a speculator: in this process, on the device, or in the engine's process."""
+        return self.speculator is not None or self.drafter is not None or self.remote_speculator
 
     def choice_at_fault(self, fault: PluginFaultError) -> ChosenPlugin | None:
         """The choice of auto whose constructor raised `fault`; None if there is none.

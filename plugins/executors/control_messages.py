@@ -62,6 +62,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     first_device: DeviceInfo
     """The device of rank 0, as the executor's process sees it."""
     rendezvous: Rendezvous
+    speculates: bool = False
+    """Whether steps may have drafts, also those of a speculator that only the executor's process has."""
 
 
 class Launch(Assignment, frozen=True, kw_only=True):

@@ -140,6 +140,7 @@ class MultiprocExecutor(RemoteExecutor):
             device=evolve(device, index=device.index + rank).torch_name,
             first_device=device,
             rendezvous=Rendezvous(rank=rank, ranks=ranks, place=f"/proc/self/fd/{store}"),
+            speculates=self._speculates,
             steps=self._steps.handle,
             results=results,
             heartbeats=heartbeats,

@@ -166,6 +166,7 @@ class RayExecutor(RemoteExecutor):
                     host=here.host,
                     peer_memory=len({one.node for one in locations}) == 1,
                 ),
+                speculates=self._speculates,
             ),
         )
 

@@ -21,8 +21,11 @@ class RemoteExecutor(Executor):
 
     def __init__(self, deployment: Deployment) -> None:
         """Raises PluginError if a plugin that ranks need was passed in from Python: only this process has it."""
+        needed = {"attention", "quant", "models", "grammars"}
+        if deployment.parts.drafter is not None:
+            needed.add("speculators")
         for choice in deployment.parts.choices:
-            if choice.extension_point in ("attention", "quant", "models", "grammars") and choice.provenance == "object":
+            if choice.extension_point in needed and choice.provenance == "object":
                 raise PluginError(
                     f"{choice.extension_point} {choice.name!r} was passed in as an object, which other processes "
                     "cannot have; offer it as an installed plugin, or use --executor uniproc"
@@ -30,6 +33,7 @@ class RemoteExecutor(Executor):
         self._config = deployment.config
         self._device = deployment.device
         self._manifest = deployment.parts.manifest
+        self._speculates = deployment.parts.speculates
         self._listener: Listener | None = None
         self._decoder: MessageDecoder[StepResult] = MessageDecoder(StepResult)
         self._in_flight: deque[Pending] = deque()

@@ -207,6 +207,8 @@ def make_runner(assignment: Assignment, phases: Phases) -> Runner:
         checkpoint = Checkpoint.open(config.model.path, generation_config=config.model.generation_config)
         executor = {"executor": lazy(assignment.executor)()}
         parts = resolve(config, plugins, device, checkpoint.config, executor, assignment.first_device)
+        if assignment.speculates and not parts.speculates:
+            parts = evolve(parts, remote_speculator=True)
     with phases.phase("ranks"):
         group = join(assignment.rendezvous, device)
     return Deployment(config, parts, checkpoint, device).make_runner(group)

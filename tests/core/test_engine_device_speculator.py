@@ -113,6 +113,11 @@ def test_a_speculator_without_layers_proposes(monotone: Path) -> None:
         assert stats.accepted == stats.verified
 
 
+def test_executors_of_other_processes_refuse_a_device_speculator_that_is_passed_in(monotone: Path) -> None:
+    with pytest.raises(PluginError, match=r"speculators 'Same' was passed in as an object.*installed plugin"):
+        build(monotone, Same, executor="multiproc")
+
+
 def test_proposals_that_cost_little_and_are_right_pay(monotone: Path) -> None:
     """So that `auto` verifies drafts, once it has learned that they are accepted."""
     with build(monotone, Same, speculator__length="auto", model__max_len=512) as engine:

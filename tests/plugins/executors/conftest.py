@@ -30,7 +30,7 @@ def make_deployment() -> Callable[..., Deployment]:
     """make_deployment(config, *choices): on the CPU, without a checkpoint; choices: the plugins it says it has."""
 
     def make(config: EngineConfig, *choices: object) -> Deployment:
-        parts: Any = SimpleNamespace(choices=choices, manifest=())
+        parts: Any = SimpleNamespace(choices=choices, manifest=(), drafter=None, speculates=False)
         checkpoint: Any = None
         return Deployment(config, parts, checkpoint, DeviceInfo(type="cpu"))
 

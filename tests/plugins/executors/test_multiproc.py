@@ -360,7 +360,7 @@ def test_workers_die_with_a_killed_parent(until: Make, tmp_path: Path) -> None:
         "from engine.plugins.executors.multiproc import MultiprocExecutor, Options\n"
         "MultiprocExecutor.worker = 'fake_worker'\n"
         "config = EngineConfig(executor=ExecutorConfig(device='cpu', tensor_parallel=2))\n"
-        "parts = SimpleNamespace(choices=(), manifest=())\n"
+        "parts = SimpleNamespace(choices=(), manifest=(), drafter=None, speculates=False)\n"
         "executor = MultiprocExecutor(Deployment(config, parts, None, DeviceInfo(type='cpu')), Options())\n"
         "executor.start()\n"
         "print(*[worker._process.pid for worker in executor._workers.workers], flush=True)\n"

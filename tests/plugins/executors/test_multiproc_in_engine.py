@@ -15,6 +15,8 @@ from engine.core import Engine, SamplingParams
 from engine.core.errors import CapacityError, ExecutorError, PluginError
 from engine.core.hooks import hookimpl
 from engine.core.plugin_host.load import load_plugins
+from engine.plugins.executors import multiproc
+from engine.plugins.executors.control_messages import Launch
 from tests.core.told_speculator import Told
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -47,6 +49,22 @@ def test_drafts_give_the_tokens_of_steps_that_overlap(engine: Engine) -> None:
     stats = engine.stats().speculation
     assert stats is not None
     assert sum(stats.accepted) > 0
+
+
+@pytest.mark.parametrize(("speculator", "speculates"), [(Told, True), (None, False)])
+def test_workers_learn_whether_steps_may_have_drafts(
+    engine_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, speculator: type[Told] | None, speculates: bool
+) -> None:
+    launches: list[Launch] = []
+
+    def begin(module: str, launch: Launch, *others: object) -> None:
+        launches.append(launch)
+        raise ExecutorError("no worker is started")
+
+    monkeypatch.setattr(multiproc, "WorkerProcess", begin)
+    with pytest.raises(ExecutorError, match="no worker is started"):
+        build(engine_checkpoint, executor="multiproc", speculator=speculator)
+    assert [launch.speculates for launch in launches] == [speculates]
 
 
 def test_closed_stream_frees_its_blocks(engine: Engine) -> None:

@@ -19,6 +19,7 @@ from engine.core.config.tree import EngineConfig, ExecutorConfig, ModelConfig
 from engine.core.device import DeviceInfo
 from engine.core.distributed.rendezvous import Rendezvous
 from engine.core.errors import ExecutorError, PluginError
+from engine.core.executors import Deployment
 from engine.core.grammars.grammar import Grammar
 from engine.core.plugin_host.load import load_plugins
 from engine.core.startup import Phases
@@ -99,3 +100,21 @@ def test_worker_asks_its_executor_about_the_first_device(
     )
     with pytest.raises(PluginError, match=r"refuses: the first$"):
         make_runner(assignment, Phases(None))
+
+
+@pytest.mark.parametrize("speculates", [False, True])
+def test_worker_expects_drafts_of_a_speculator_that_only_the_engine_has(
+    engine_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, speculates: bool
+) -> None:
+    monkeypatch.setattr(Deployment, "make_runner", lambda self, group: self)
+    assignment = Assignment(
+        config=EngineConfig(model=ModelConfig(path=str(engine_checkpoint))),
+        executor="engine.plugins.executors.multiproc:MultiprocExecutor",
+        manifest=load_plugins().manifest(),
+        device="cpu",
+        first_device=DeviceInfo(type="cpu"),
+        rendezvous=Rendezvous(rank=0, ranks=1, place=""),
+        speculates=speculates,
+    )
+    deployment: Any = make_runner(assignment, Phases(None))
+    assert deployment.parts.speculates is speculates
