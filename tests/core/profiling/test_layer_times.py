@@ -159,6 +159,19 @@ def test_copies_of_another_order_get_a_line_of_their_own() -> None:
     assert (found.modules[NORM].device, found.modules[LINEAR].device) == (20, 10)
 
 
+def test_kernels_by_which_the_driver_copies_in_a_replay_belong_to_the_module_that_copies() -> None:
+    key = "decode 64, greedy"
+    twins = [mark(TWIN + key, 500, 600), module(NORM, 501, 540), launch(502, 50), launch(503, 51, "cudaMemcpyAsync")]
+    twins += [module(LINEAR, 550, 560), launch(551, 52)]
+    twins += [kernel("norm", 700, 701, 50), kernel("Memcpy DtoD (Device -> Device)", 701, 702, 51, "gpu_memcpy")]
+    twins += [kernel("gemm", 702, 703, 52)]
+    events = [step(0, 0, 40), launch(10, 2, "cudaGraphLaunch"), step(1, 50, 60), launch(51, 4)]
+    events += [*replayed(["norm", "memcpy32_post", "gemm"], 100, 2), kernel("Memcpy HtoD", 200, 201, 4, "gpu_memcpy")]
+    found = attribute([*events, *twins], graphs={0: key})
+    assert (found.modules[NORM].device, found.modules[NORM].kernels, found.modules[LINEAR].device) == (20, 2, 10)
+    assert COPIES not in found.modules
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [
