@@ -234,18 +234,19 @@ def dense_attention(
     group = spec.num_heads // spec.num_kv_heads
     out = torch.empty(*q.shape[:2], v.shape[-1], dtype=torch.float64)
     at = torch.arange(context)
+    positions = torch.arange(context - new, context)[:, None]
+    seen = at <= positions
+    if window is not None:
+        seen &= at > positions - window
+    used = seen.any(0)  # the others may hold NaN, which a weight of 0 does not cancel
+    seen = seen[:, used]
     for head in range(spec.num_heads):
-        keys, values = k[:, head // group].double(), v[:, head // group].double()
-        for row in range(new):
-            position = context - new + row
-            scores = keys @ q[row, head].double() * spec.scale
-            if spec.softcap is not None:
-                scores = spec.softcap * torch.tanh(scores / spec.softcap)
-            seen = at <= position
-            if window is not None:
-                seen &= at > position - window
-            scores = scores[seen]
-            if sinks is not None:
-                scores = torch.cat((scores, sinks[head : head + 1].to(scores)))
-            out[row, head] = scores.softmax(0)[: int(seen.sum())] @ values[seen]
+        keys, values = k[used, head // group].double(), v[used, head // group].double()
+        scores = q[:, head].double() @ keys.T * spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head].to(scores).expand(new, 1)), 1)
+        out[:, head] = scores.softmax(1)[:, : len(keys)] @ values
     return out
