@@ -2,10 +2,9 @@
 
 The work is a list of tiles: BLOCK_N consecutive key positions of a sequence, all sequences in order. For each KV head,
 the list is divided into equal contiguous ranges, one per program (as in Stream-K, Osama et al. 2023). Programs compute
-their ranges from the context lengths on the device. One captured CUDA graph therefore suits every batch, ragged batches
-are balanced, and no program is idle. If a sequence lies within a range, its program writes the result. If a sequence
-crosses ranges, the programs leave partial results in a workspace, and the last of them to finish merges the parts
-(paged_decode_merge).
+their ranges from the context lengths on the device. One captured CUDA graph therefore suits every batch, and ragged
+batches are balanced. If a sequence lies within a range, its program writes the result. If a sequence crosses ranges,
+the programs leave partial results in a workspace, and the last of them to finish merges the parts (paged_decode_merge).
 
 The query heads of a KV head are the rows (M) of the matrix products, so keys and values are read once for all of them.
 A float8 cache with 16-bit queries has its own loop (paged_decode_float8) and launch parameters (paged_decode_config).
@@ -20,13 +19,7 @@ import triton.language as tl
 from engine.ops.attention.common import add_sinks, as_type, capped, score_factor
 from engine.ops.attention.paged_decode_config import FLOAT8_MIN_M, MIN_M, DecodeConfig
 from engine.ops.attention.paged_decode_float8 import attend_float8
-from engine.ops.attention.paged_decode_merge import (
-    DecodeWorkspace,
-    blocked_merge_size,
-    merge_blocked,
-    merge_unrolled,
-    unrolled_merge_size,
-)
+from engine.ops.attention.paged_decode_merge import DecodeWorkspace, merge_parts, merge_size
 from engine.ops.common.launch import dependent_launch, release, wait
 
 
@@ -61,9 +54,6 @@ def paged_decode(
     group = q.shape[1] // num_kv_heads
     programs = len(workspace.arrivals)
     float8 = keys.dtype == torch.float8_e4m3fn and q.dtype.itemsize == 2
-    # Other launches use merge_blocked. With the fewer registers of merge_unrolled, more programs would fit than are
-    # launched, which distributes them unevenly (see FLOAT8_PRESETS).
-    unrolled = float8 or config.programs_per_sm == 1
     _decode_kernel[(programs * num_kv_heads,)](
         q,
         keys,
@@ -97,8 +87,7 @@ def paged_decode(
         BLOCK_M=max(FLOAT8_MIN_M if float8 else MIN_M, triton.next_power_of_2(group)),
         BLOCK_G=triton.next_power_of_2(group),
         BLOCK_D=triton.next_power_of_2(folded_dim),
-        MERGE_SIZE=(unrolled_merge_size if unrolled else blocked_merge_size)(group, head_dim, config),
-        UNROLLED_MERGE=unrolled,
+        MERGE_SIZE=merge_size(group, head_dim, config),
         FLOAT8=float8,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -147,7 +136,6 @@ def _decode_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MERGE_SIZE: tl.constexpr,
-    UNROLLED_MERGE: tl.constexpr,
     FLOAT8: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -158,9 +146,9 @@ def _decode_kernel(
     offs_b = tl.arange(0, BLOCK_B)
     context_lens = tl.load(context_lens_ptr + offs_b, mask=offs_b < num_sequences, other=0)
     tile_counts = tl.cdiv(context_lens, BLOCK_N) - _first_tile(context_lens, window, WINDOWED, BLOCK_N)
-    tile_ends = tl.cumsum(tile_counts, 0)
     num_tiles = tl.sum(tile_counts, 0)
     tiles_per_program = tl.cdiv(num_tiles, num_programs)
+    tile_ends = tl.cumsum(tile_counts, 0)
     range_start = program * tiles_per_program
     range_end = tl.minimum(range_start + tiles_per_program, num_tiles)
     precedes = tile_ends <= range_start
@@ -265,16 +253,10 @@ def _decode_kernel(
                 arrivals = arrivals_ptr + first_program * KV_HEADS + head
                 if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
                     tl.debug_barrier()
-                    if UNROLLED_MERGE:
-                        merge_unrolled(
-                            acc_ptr, stats_ptr, result_ptr, sinks_ptr, first_program, num_parts, head, value_scale,
-                            KV_HEADS, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D // FOLD, MERGE_SIZE, SINKS,
-                        )  # fmt: skip
-                    else:
-                        merge_blocked(
-                            acc_ptr, stats_ptr, result_ptr, sinks_ptr, first_program, num_parts, head, value_scale,
-                            KV_HEADS, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D // FOLD, MERGE_SIZE, SINKS,
-                        )  # fmt: skip
+                    merge_parts(
+                        acc_ptr, stats_ptr, result_ptr, sinks_ptr, first_program, num_parts, head, value_scale,
+                        KV_HEADS, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D // FOLD, MERGE_SIZE, SINKS,
+                    )  # fmt: skip
                     tl.store(arrivals, 0)
             tile_offset += tile_count
 

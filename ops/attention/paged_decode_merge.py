@@ -44,81 +44,15 @@ class DecodeWorkspace:
         )
 
 
-def blocked_merge_size(group: int, head_dim: int, config: DecodeConfig) -> int:
-    """Number of parts per iteration of `merge_blocked`, a power of two.
-
-    They take 64 registers per thread with one program per multiprocessor, and fewer with more programs, which share the
-    registers.
-    """
-    part: int = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
-    room: int = 64 // triton.next_power_of_2(config.programs_per_sm) * 32 * config.num_warps
-    return max(1, min(16, room // part))
-
-
-def unrolled_merge_size(group: int, head_dim: int, config: DecodeConfig) -> int:
-    """Number of parts per iteration of `merge_unrolled`, a power of two: at most half of a thread's registers."""
+def merge_size(group: int, head_dim: int, config: DecodeConfig) -> int:
+    """Number of parts in flight in `merge_parts`, a power of two: at most half of a thread's registers."""
     part: int = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
     room: int = config.max_registers() // 2 * 32 * config.num_warps
     return max(1, min(16, 1 << (room // part).bit_length() - 1 if room >= part else 1))
 
 
 @triton.jit
-def merge_blocked(
-    acc_ptr,
-    stats_ptr,
-    result_ptr,
-    sinks_ptr,
-    first_program,
-    num_parts,
-    head,
-    value_scale,
-    KV_HEADS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MERGE_SIZE: tl.constexpr,
-    SINKS: tl.constexpr,
-):
-    """Merge the parts of one sequence and KV head, MERGE_SIZE at a time as one block."""
-    offs_g = tl.arange(0, BLOCK_G)
-    offs_d = tl.arange(0, BLOCK_D)
-    # Finite, so that padding rows do not compute inf - inf.
-    m_i = tl.full([BLOCK_G], -1e30, tl.float32)
-    l_i = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in range(0, num_parts, MERGE_SIZE):
-        number = start + tl.arange(0, MERGE_SIZE)
-        part = ((first_program + number) * 2 + (number == 0).to(tl.int32)) * KV_HEADS + head
-        mask = (number < num_parts)[:, None] & (offs_g < GROUP_SIZE)[None, :]
-        # .cg bypasses the L1 cache, which does not see other programs' stores.
-        m_ptr = stats_ptr + part[:, None] * (2 * GROUP_SIZE) + offs_g[None, :]
-        m_part = tl.load(m_ptr, mask=mask, other=-1e30, cache_modifier=".cg")
-        l_part = tl.load(m_ptr + GROUP_SIZE, mask=mask, other=1.0, cache_modifier=".cg")
-        acc_part = tl.load(
-            acc_ptr + (part[:, None, None] * GROUP_SIZE + offs_g[None, :, None]) * HEAD_DIM + offs_d[None, None, :],
-            mask=mask[:, :, None] & (offs_d < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        m_new = tl.maximum(m_i, tl.max(m_part, 0))
-        alpha = tl.exp2(m_i - m_new)
-        alpha_part = tl.exp2(m_part - m_new[None, :])
-        l_i = l_i * alpha + tl.sum(l_part * alpha_part, 0)
-        acc = acc * alpha[:, None] + tl.sum(acc_part * alpha_part[:, :, None], 0)
-        m_i = m_new
-    if SINKS:
-        l_i = add_sinks(l_i, m_i, sinks_ptr + head * GROUP_SIZE, offs_g, GROUP_SIZE)
-    result = (acc / l_i[:, None] * value_scale).to(result_ptr.dtype.element_ty)
-    tl.store(
-        result_ptr + offs_g[:, None] * HEAD_DIM + offs_d[None, :],
-        result,
-        mask=(offs_g < GROUP_SIZE)[:, None] & (offs_d < HEAD_DIM)[None, :],
-    )
-
-
-@triton.jit
-def merge_unrolled(
+def merge_parts(
     acc_ptr,
     stats_ptr,
     result_ptr,
@@ -148,20 +82,13 @@ def merge_unrolled(
     l_i = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for start in range(0, num_parts, MERGE_SIZE):
-        m_new = m_i
-        for i in tl.static_range(MERGE_SIZE):
-            part = _part(first_program, start + i, head, KV_HEADS)
-            mask = row_mask & (start + i < num_parts)
-            # .cg bypasses the L1 cache, which does not see other programs' stores.
-            m_part = tl.load(stats_ptr + part * 2 * GROUP_SIZE + offs_g, mask=mask, other=-1e30, cache_modifier=".cg")
-            m_new = tl.maximum(m_new, m_part)
-        alpha = tl.exp2(m_i - m_new)
-        l_i = l_i * alpha
-        acc = acc * alpha[:, None]
+        # All loads come first, so that they take the time of one.
+        parts = ()
         for i in tl.static_range(MERGE_SIZE):
             part = _part(first_program, start + i, head, KV_HEADS)
             mask = row_mask & (start + i < num_parts)
             m_ptr = stats_ptr + part * 2 * GROUP_SIZE + offs_g
+            # .cg bypasses the L1 cache, which does not see other programs' stores.
             m_part = tl.load(m_ptr, mask=mask, other=-1e30, cache_modifier=".cg")
             l_part = tl.load(m_ptr + GROUP_SIZE, mask=mask, other=1.0, cache_modifier=".cg")
             acc_part = tl.load(
@@ -170,9 +97,17 @@ def merge_unrolled(
                 other=0.0,
                 cache_modifier=".cg",
             )
-            alpha_part = tl.exp2(m_part - m_new)
-            l_i += l_part * alpha_part
-            acc += acc_part * alpha_part[:, None]
+            parts = parts + ((m_part, l_part, acc_part),)  # type: ignore[assignment] # noqa: RUF005
+        m_new = m_i
+        for i in tl.static_range(MERGE_SIZE):
+            m_new = tl.maximum(m_new, parts[i][0])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha
+        acc = acc * alpha[:, None]
+        for i in tl.static_range(MERGE_SIZE):
+            alpha_part = tl.exp2(parts[i][0] - m_new)
+            l_i += parts[i][1] * alpha_part
+            acc += parts[i][2] * alpha_part[:, None]
         m_i = m_new
     if SINKS:
         l_i = add_sinks(l_i, m_i, sinks_ptr + head * GROUP_SIZE, offs_g, GROUP_SIZE)

@@ -16,7 +16,7 @@ from engine.core.attention.base import AttentionSpec
 from engine.ops.attention import paged_decode as module
 from engine.ops.attention.paged_decode import pad_sequences, paged_decode
 from engine.ops.attention.paged_decode_config import DecodeConfig, decode_configs, folded_heads
-from engine.ops.attention.paged_decode_merge import DecodeWorkspace, blocked_merge_size, unrolled_merge_size
+from engine.ops.attention.paged_decode_merge import DecodeWorkspace, merge_size
 from engine.testing.attention_cases import dense_attention
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -172,7 +172,6 @@ def test_decode_caps_scores_across_ranges() -> None:
 @pytest.mark.parametrize("programs", [1, 5])
 @pytest.mark.parametrize("programs_per_sm", [1, 2])
 def test_decode_adds_sinks_once_within_and_across_ranges(programs_per_sm: int, programs: int) -> None:
-    """With one program per multiprocessor parts are merged by merge_unrolled, with two by merge_blocked."""
     config = DecodeConfig(block_n=16, num_warps=4, num_stages=2, programs_per_sm=programs_per_sm)
     Case([90, 200, 3], heads=(6, 2), window=70, has_sinks=True).check(programs, config)
 
@@ -424,17 +423,9 @@ def test_pad_sequences_returns_few_sizes() -> None:
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 4])
-def test_blocked_merge_size_fits_the_registers(programs: int) -> None:
-    config = DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=programs)
-    sizes = {dim: blocked_merge_size(4, dim, config) for dim in (64, 128, 256)}
-    assert all(count == 1 or count * 4 * dim <= 64 * 128 // programs for dim, count in sizes.items())
-    assert blocked_merge_size(1, 16, config) == 16
-
-
-@pytest.mark.parametrize("programs", [1, 2, 3, 4])
-def test_unrolled_merge_size_takes_at_most_half_of_the_registers(programs: int) -> None:
+def test_merge_size_takes_at_most_half_of_the_registers(programs: int) -> None:
     config = DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=programs)
     for dim in (64, 128, 256):
-        count = unrolled_merge_size(4, dim, config)
+        count = merge_size(4, dim, config)
         assert count == 1 or count * 4 * dim <= 128 * config.max_registers() // 2
-    assert unrolled_merge_size(1, 16, config) == 16
+    assert merge_size(1, 16, config) == 16
