@@ -6,6 +6,9 @@ their ranges from the context lengths on the device. One captured CUDA graph the
 batches are balanced. If a sequence lies within a range, its program writes the result. If a sequence crosses ranges,
 the programs leave partial results in a workspace, and the last of them to finish merges the parts (paged_decode_merge).
 
+A program with the end of one sequence and the start of another finishes late, because it fills its pipeline twice. If
+there are few sequences, the list is therefore padded so that each of them starts at the start of a range.
+
 The query heads of a KV head are the rows (M) of the matrix products, so keys and values are read once for all of them.
 A float8 cache with 16-bit queries has its own loop (paged_decode_float8) and launch parameters (paged_decode_config).
 """
@@ -21,6 +24,9 @@ from engine.ops.attention.paged_decode_config import FLOAT8_MIN_M, MIN_M, Decode
 from engine.ops.attention.paged_decode_float8 import attend_float8
 from engine.ops.attention.paged_decode_merge import DecodeWorkspace, merge_parts, merge_size
 from engine.ops.common.launch import dependent_launch, release, wait
+
+MIN_PARTS = tl.constexpr(4)
+"""With at least this many programs per sequence, no range has tiles of two sequences."""
 
 
 def paged_decode(
@@ -148,6 +154,12 @@ def _decode_kernel(
     tile_counts = tl.cdiv(context_lens, BLOCK_N) - _first_tile(context_lens, window, WINDOWED, BLOCK_N)
     num_tiles = tl.sum(tile_counts, 0)
     tiles_per_program = tl.cdiv(num_tiles, num_programs)
+    if num_sequences * MIN_PARTS <= num_programs:
+        # Pad every sequence to whole ranges, as short as the number of programs allows, or nearly.
+        while tl.sum(tl.cdiv(tile_counts, tiles_per_program), 0) > num_programs:
+            tiles_per_program += tl.cdiv(tiles_per_program, 32)
+        tile_counts = tl.cdiv(tile_counts, tiles_per_program) * tiles_per_program
+        num_tiles = tl.sum(tile_counts, 0)
     tile_ends = tl.cumsum(tile_counts, 0)
     range_start = program * tiles_per_program
     range_end = tl.minimum(range_start + tiles_per_program, num_tiles)

@@ -134,6 +134,24 @@ def test_decode_merges_many_parts_of_one_sequence(programs: int) -> None:
     Case([591]).check(programs)
 
 
+@pytest.mark.parametrize("programs", [15, 16, 17, 23, 60])
+@pytest.mark.parametrize("lengths", [[100, 33, 161, 17], [1, 1, 1, 2000], [64, 64, 64, 64]])
+def test_decode_attends_to_few_sequences_in_ranges_of_their_own(lengths: Sequence[int], programs: int) -> None:
+    """With 15 programs, ranges still have tiles of two sequences."""
+    case = Case(lengths, heads=(4, 2))
+    case.check(programs)
+    if programs < 16:
+        return
+    workspace = case.workspace(programs)
+    case.run(workspace)
+    written = ~workspace.acc.flatten(2).isnan().all(2)
+    assert not written.all(1).any(), "a program has parts of two sequences"
+
+
+def test_decode_attends_to_few_sequences_within_a_window() -> None:
+    Case([300, 70, 1], window=50).check(14)
+
+
 def test_decode_reuses_a_workspace_for_consecutive_launches() -> None:
     case = Case([70, 200, 31])
     workspace = case.workspace(6)
