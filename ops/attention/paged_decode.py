@@ -23,10 +23,12 @@ from engine.ops.attention.common import add_sinks, as_type, capped, score_factor
 from engine.ops.attention.paged_decode_config import FLOAT8_MIN_M, MIN_M, DecodeConfig
 from engine.ops.attention.paged_decode_float8 import attend_float8
 from engine.ops.attention.paged_decode_merge import DecodeWorkspace, merge_parts, merge_size
-from engine.ops.common.launch import dependent_launch, release, wait
+from engine.ops.common.launch import dependent_launch, prefetch_line, release, wait
 
 MIN_PARTS = tl.constexpr(4)
 """With at least this many programs per sequence, no range has tiles of two sequences."""
+LINE_BYTES = tl.constexpr(128)
+"""Size of a line of the L2 cache."""
 
 
 def paged_decode(
@@ -168,7 +170,17 @@ def _decode_kernel(
     # Index in the list of the current sequence's first tile.
     tile_offset = tl.sum(tl.where(precedes, tile_counts, 0), 0)
     last_sequence = tl.sum((tile_ends < range_end).to(tl.int32), 0)
-    wait(PDL)  # context_lens may be read before: see ops/common/launch.py
+    if PDL:  # noqa: SIM102 - a constant
+        # While the preceding kernel ends. It may write to the cache: the L2 cache holds what it writes.
+        if range_start < num_tiles:
+            context_len = tl.load(context_lens_ptr + first_sequence)
+            first_tile = _first_tile(context_len, window, WINDOWED, BLOCK_N)
+            _prefetch_tile(
+                k_cache_ptr, v_cache_ptr, block_tables_ptr + first_sequence * table_stride, head,
+                first_tile + range_start - tile_offset, context_len, window, KV_HEADS, FOLDED_DIM, BLOCK_SIZE, WINDOWED,
+                BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+    wait(PDL)  # context_lens and block_tables may be read before: see ops/common/launch.py
     release(PDL)
     if range_start < num_tiles:
         offs_m = tl.arange(0, BLOCK_M)
@@ -280,3 +292,34 @@ def _first_tile(context_lens, window, WINDOWED: tl.constexpr, BLOCK_N: tl.conste
     if WINDOWED:
         first = tl.maximum(context_lens - window, 0) // BLOCK_N
     return first
+
+
+@triton.jit
+def _prefetch_tile(
+    k_cache_ptr,
+    v_cache_ptr,
+    block_table_ptr,
+    head,
+    tile,
+    context_len,
+    window,
+    KV_HEADS: tl.constexpr,
+    FOLDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Prefetch the visible keys and values of a tile into the L2 cache."""
+    LINE: tl.constexpr = min(BLOCK_D, LINE_BYTES * 8 // k_cache_ptr.dtype.element_ty.primitive_bitwidth)
+    k_positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D // LINE) * LINE
+    visible = k_positions < context_len
+    if WINDOWED:
+        visible = visible & (k_positions >= context_len - window)
+    block_ids = tl.load(block_table_ptr + k_positions // BLOCK_SIZE, mask=visible, other=0)
+    slots = block_ids.to(tl.int64) * BLOCK_SIZE + k_positions % BLOCK_SIZE
+    at = slots[:, None] * (KV_HEADS * FOLDED_DIM) + head * FOLDED_DIM + offs_d[None, :]
+    mask = visible[:, None] & (offs_d < FOLDED_DIM)[None, :]
+    prefetch_line(k_cache_ptr + at, mask)
+    prefetch_line(v_cache_ptr + at, mask)

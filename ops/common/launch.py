@@ -99,3 +99,16 @@ def prefetch(pointers, size):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def prefetch_line(pointers, mask):
+    """Prefetch the line of each pointer into the L2 cache, if the mask is true. CUDA only."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; } // dummy $0",
+        "=r,l,r",
+        [pointers.to(tl.uint64), mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
