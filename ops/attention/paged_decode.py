@@ -62,6 +62,8 @@ def paged_decode(
     group = q.shape[1] // num_kv_heads
     programs = len(workspace.arrivals)
     float8 = keys.dtype == torch.float8_e4m3fn and q.dtype.itemsize == 2
+    registers = config.max_registers()
+    limited = float8 or registers < 255
     _decode_kernel[(programs * num_kv_heads,)](
         q,
         keys,
@@ -99,7 +101,7 @@ def paged_decode(
         FLOAT8=float8,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **({"maxnreg": config.max_registers()} if float8 and q.is_cuda and torch.version.hip is None else {}),
+        **({"maxnreg": registers} if limited and q.is_cuda and torch.version.hip is None else {}),
         **dependent_launch(q.device),
     )
 

@@ -380,8 +380,8 @@ def test_folded_heads_fills_rows_and_padding(
         (128, 4, [2, 31, 192, math.inf]),
         (128, 16, [1, 7, 96, math.inf]),
         (128, 128, [1, 96, math.inf]),
-        (64, 8, [1, 5, 31, 49, math.inf]),
-        (64, 3, [2, 15, 85, 133, math.inf]),
+        (64, 8, [1, 5, 15, 31, 49, math.inf]),
+        (64, 3, [2, 15, 42, 85, 133, math.inf]),
     ],
 )
 def test_decode_configs_count_pairs_of_sequences_and_kv_heads(dim: int, kv_heads: int, limits: list[float]) -> None:
@@ -395,6 +395,7 @@ def test_decode_configs_of_narrow_heads_fold_kv_heads_of_large_batches() -> None
     assert [attrs.astuple(config) for _, config in decode_configs(64, 2, 233472, (32, 8))] == [
         (64, 4, 4, 1, 1),
         (128, 4, 4, 2, 1),
+        (64, 4, 4, 3, 1),
         (128, 2, 2, 4, 1),
         (64, 2, 2, 4, 2),
         (16, 1, 3, 8, 2),
@@ -404,11 +405,24 @@ def test_decode_configs_of_narrow_heads_fold_kv_heads_of_large_batches() -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "dim"), [((32, 8), 128), ((64, 8), 128), ((32, 32), 128), ((32, 8), 64)])
-def test_float8_decode_launches_exactly_the_programs_that_fit(
-    heads: Any, dim: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("heads", "dim", "kv_dtype"),
+    [
+        ((32, 8), 128, torch.float8_e4m3fn),
+        ((64, 8), 128, torch.float8_e4m3fn),
+        ((32, 32), 128, torch.float8_e4m3fn),
+        ((32, 8), 64, torch.float8_e4m3fn),
+        ((32, 8), 128, torch.bfloat16),
+        ((32, 8), 64, torch.bfloat16),
+    ],
+)
+def test_decode_launches_exactly_the_programs_that_fit(
+    heads: Any, dim: int, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More would run one after the other; fewer would be distributed unevenly."""
+    """More would run one after the other; fewer would be distributed unevenly.
+
+    Except for one sequence in 16 bits, which is divided among one program per multiprocessor.
+    """
     properties = torch.cuda.get_device_properties(DEVICE)
     if properties.major != 9:
         pytest.skip("launches are tuned for Hopper")
@@ -421,8 +435,10 @@ def test_float8_decode_launches_exactly_the_programs_that_fit(
     kernel = module._decode_kernel
     monkeypatch.setattr(module, "_decode_kernel", Spy())
     memory = properties.shared_memory_per_multiprocessor
-    for _, config in decode_configs(dim, 1, memory, heads):
-        case = float8(heads=heads, dim=dim)
+    for _, config in decode_configs(dim, kv_dtype.itemsize, memory, heads):
+        if config.programs_per_sm == 1:
+            continue
+        case = Case([50, 130], heads=heads, dim=dim, dtype=torch.bfloat16, kv_dtype=kv_dtype)
         case.run(case.workspace(config.programs_per_head(heads[1], torch.device(DEVICE))), config)
         registers = -(-compiled[-1].n_regs // 8) * 8
         by_registers = 16384 // (registers * 32) * 4 // config.num_warps
@@ -430,7 +446,7 @@ def test_float8_decode_launches_exactly_the_programs_that_fit(
         assert min(by_registers, by_memory) == config.programs_per_sm
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(6))
 def test_decode_attends_with_each_config(number: Any) -> None:
     config = decode_configs(32, 4, 233472)[number][1]
     Case([50, 130, 7]).check(config.programs_per_sm, config)
