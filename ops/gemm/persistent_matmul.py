@@ -40,12 +40,17 @@ ALIGNMENT = 8
 
 
 @gluon.jit
-def _fetch(x, weight, x_stages, weight_stages, filled, stage, begin_m, begin_n, start, pred):
-    """Start loading a stage's tiles of x and W. The stage's barrier completes when they have arrived."""
+def _fetch_weight(x, weight, weight_stages, filled, stage, begin_n, start, pred):
+    """Start loading a stage's tile of W. The stage's barrier completes when that of x has arrived too."""
     barrier = filled.index(stage)
     mbarrier.expect(barrier, x.block_type.nbytes + weight.block_type.nbytes, pred=pred)
-    gluon_copies.tma_load(x, [begin_m, start], barrier, x_stages.index(stage), pred=pred)
     gluon_copies.tma_load(weight, [begin_n, start], barrier, weight_stages.index(stage), pred=pred)
+
+
+@gluon.jit
+def _fetch_x(x, x_stages, filled, stage, begin_m, start, pred):
+    """Start loading a stage's tile of x, after that of W."""
+    gluon_copies.tma_load(x, [begin_m, start], filled.index(stage), x_stages.index(stage), pred=pred)
 
 
 @gluon.jit
@@ -139,9 +144,16 @@ def _matmul_kernel(
         if first >= end:
             next_tile = tiles  # there is nothing to fetch
     next_start = first
+    begin = (next_tile, next_m, next_n, next_start)
+    for stage in gl.static_range(STAGES - 1):  # weights, which no earlier kernel writes
+        _fetch_weight(x, weight, weight_stages, filled, stage, next_n, next_start, next_tile < tiles)
+        next_tile, next_m, next_n, next_start = _step(
+            next_tile, next_m, next_n, next_start, rows, outputs, first, end, BLOCK_K, (BLOCK_M, BLOCK_N)
+        )
     wait(PDL)
+    next_tile, next_m, next_n, next_start = begin
     for stage in gl.static_range(STAGES - 1):
-        _fetch(x, weight, x_stages, weight_stages, filled, stage, next_m, next_n, next_start, next_tile < tiles)
+        _fetch_x(x, x_stages, filled, stage, next_m, next_start, next_tile < tiles)
         next_tile, next_m, next_n, next_start = _step(
             next_tile, next_m, next_n, next_start, rows, outputs, first, end, BLOCK_K, (BLOCK_M, BLOCK_N)
         )
@@ -164,7 +176,8 @@ def _matmul_kernel(
             total = warpgroup_mma_wait(1, deps=[total, left, right])[0]
             # The previous step is complete, so its stage is free.
             free = gl.where(stage == 0, STAGES - 1, stage - 1)
-            _fetch(x, weight, x_stages, weight_stages, filled, free, next_m, next_n, next_start, next_tile < tiles)
+            _fetch_weight(x, weight, weight_stages, filled, free, next_n, next_start, next_tile < tiles)
+            _fetch_x(x, x_stages, filled, free, next_m, next_start, next_tile < tiles)
             next_tile, next_m, next_n, next_start = _step(
                 next_tile, next_m, next_n, next_start, rows, outputs, first, end, BLOCK_K, (BLOCK_M, BLOCK_N)
             )
