@@ -180,7 +180,10 @@ VECTORS = {
 }
 """(rows, block_k, warps) of the vector candidates, by rows of x. A warp has 256 columns of 16-bit numbers: a row of x
 is then loaded in the tile's layout, and warps exchange data only in the final sum."""
-MATRICES = ((64, 128, 4, 4), (64, 256, 4, 3), (32, 256, 4, 3), (128, 64, 4, 5), (16, 256, 4, 4))
+MATRICES = (
+    (64, 128, 4, 4), (64, 256, 4, 3), (32, 256, 4, 3), (128, 64, 4, 5), (16, 256, 4, 4), (128, 64, 4, 4),
+    (64, 128, 4, 3),
+)  # fmt: skip
 """(rows, block_k, warps, stages) of the matrix candidates."""
 FEW_MATRICES = 2
 """Number of MATRICES to try for up to 2 rows."""
@@ -198,6 +201,7 @@ def candidates(shape: GemmShape, rows: int, device: torch.device) -> list[Skinny
         for tile_rows, block_k, warps, stages in MATRICES[: FEW_MATRICES if rows <= 2 else None]:
             tile = SkinnyTile(form="matrix", rows=tile_rows, block_k=block_k, warps=warps, stages=stages)
             tiles.append(_split(tile, shape, num_sms(device)))
+        tiles += [one for tile in tiles if tile.form == "matrix" for one in _in_one_wave(tile, shape, num_sms(device))]
     return tiles
 
 
@@ -231,6 +235,12 @@ def _split(tile: SkinnyTile, shape: GemmShape, sms: int) -> SkinnyTile:
     while programs * splits * 2 < sms * 3 and splits * 2 <= most and _fits(tile, programs, splits * 2):
         splits *= 2
     return evolve(tile, splits=splits)
+
+
+def _in_one_wave(tile: SkinnyTile, shape: GemmShape, sms: int) -> list[SkinnyTile]:
+    """The tile with fewer splits, at most one program per multiprocessor if possible; none if it has no splits."""
+    splits = max(sms // tile.programs(shape), 1)
+    return [evolve(tile, splits=splits)] if splits < tile.splits else []
 
 
 def _fits(tile: SkinnyTile, programs: int, splits: int) -> bool:

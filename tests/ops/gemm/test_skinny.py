@@ -280,3 +280,13 @@ def test_a_weight_beyond_two_to_the_31_bytes(workspace: Any) -> None:
         workspace,
         dtype=torch.bfloat16,
     )
+
+
+def test_a_split_tile_is_also_tried_with_a_program_per_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.ops.gemm.skinny_launch.num_sms", lambda device: 132)
+    gemm_shape = GemmShape(epilogue="plain", outputs=2304, inputs=9216, dtype="bfloat16")
+    tiles = candidates(gemm_shape, 8, torch.device("cpu"))
+    assert len(set(tiles)) == len(tiles)
+    assert {tile.splits for tile in tiles if (tile.rows, tile.block_k, tile.stages) == (64, 256, 3)} == {3, 8}
+    gemm_shape = GemmShape(epilogue="plain", outputs=28672, inputs=4096, dtype="bfloat16")
+    assert {tile.splits for tile in candidates(gemm_shape, 8, torch.device("cpu"))} == {1}
