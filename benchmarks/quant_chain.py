@@ -50,7 +50,7 @@ VECTORS = ((2, 8, 2), (4, 4, 1), (4, 8, 2), (4, 16, 4), (8, 4, 1), (8, 8, 2))
 """(rows of W, blocks, warps) of tiles for one row of x."""
 MATRICES = ((16, 1, 6), (32, 1, 6), (32, 2, 6), (64, 2, 6), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 4, 6))
 """(rows of W, warps, stages) of tiles for up to UNMEASURED_MAX_ROWS rows."""
-PROGRAMS_PER_SM = (2, 3, 4)
+PROGRAMS_PER_SM = (1, 2, 3, 4)
 """Of FINE_TILE, at most."""
 BEST = 4
 

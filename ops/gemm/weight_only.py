@@ -20,6 +20,7 @@ from engine.ops.activation.act_and_mul import activate
 from engine.ops.common.fast_math import settled
 from engine.ops.common.launch import release, wait
 from engine.ops.gemm.skinny import GATED
+from engine.ops.gemm.split_k_polling import poll_sums, write_sums
 
 UNSIGNED = tl.constexpr(0)
 """A field is an unsigned integer; the weight is the field minus the zero point."""
@@ -109,12 +110,16 @@ def _numbers(
             MASK: tl.constexpr = 0x000F000F if BITS == 4 else 0x00FF00FF
             CHANGE: tl.constexpr = 0x64806480 if VALUE_TYPE == SIGNED else 0x64006400
             numbers = _fma(_insert(packed, BITS * J, MASK, CHANGE, tl.float16), one, offset)
+        elif VALUE_TYPE == SIGNED:
+            # 128 + the lower 7 bits, minus 128 or, with the sign bit, 256.
+            lower = _insert(packed, 8 * J, 0x007F007F, 0x43004300, tl.bfloat16)
+            sign = _insert(packed, 8 * J, 0x00800080, 0x43004300, tl.bfloat16)
+            numbers = _fma(sign, tl.full(packed.shape, -1.0, tl.bfloat16), lower)
         else:
             numbers = _fma(_insert(packed, BITS * J, 0x000F000F, 0x43004300, tl.bfloat16), one, offset)
             if BITS == 8:
                 # The upper half of a field: 2048 + 16 * half. Minus 2176, 8 significant bits remain, as bfloat16 has.
-                UPPER: tl.constexpr = 0x45084508 if VALUE_TYPE == SIGNED else 0x45004500
-                upper = _insert(packed, 8 * J + 4, 0x000F000F, UPPER, tl.bfloat16)
+                upper = _insert(packed, 8 * J + 4, 0x000F000F, 0x45004500, tl.bfloat16)
                 numbers = _fma(_fma(upper, one, tl.full(packed.shape, -2176.0, tl.bfloat16)), one, numbers)
     else:
         field = (packed.to(tl.int32) >> (BITS * J)) & (2**BITS - 1)
@@ -220,6 +225,7 @@ def matmul_kernel(
     bias,
     partials,
     arrivals,
+    polled_sums,
     rows,
     outputs,
     inputs,
@@ -241,6 +247,7 @@ def matmul_kernel(
     STAGES: tl.constexpr,
     SCALE_WEIGHTS: tl.constexpr,
     SPLIT: tl.constexpr,
+    POLLED: tl.constexpr,
     AHEAD: tl.constexpr,
     EPILOGUE: tl.constexpr,
     BIAS: tl.constexpr,
@@ -255,8 +262,9 @@ def matmul_kernel(
     x^T on the tensor cores, accumulating in float32. SCALE_WEIGHTS: weights are scaled, and rounded to x's dtype,
     before they are multiplied; otherwise the sums of each group are scaled, in float32. PARTS: loop iterations per
     block, each with an equal part of every span. SPLIT: split-K over program_id(1); partials: [tiles, splits, TILE,
-    COLUMNS] float32; arrivals: [tiles] int32, 0 before and after. AHEAD: blocks to prefetch into the L2 cache before x
-    is written; a power of two, or 0. ASM: PTX may be used.
+    COLUMNS] float32; arrivals: [tiles] int32, 0 before and after. POLLED: if not 0, sums are added by polling instead
+    (split_k_polling.py); polled_sums: [tiles, splits - 1, TILE, COLUMNS] int32. AHEAD: blocks to prefetch into the L2
+    cache before x is written; a power of two, or 0. ASM: PTX may be used.
     """
     FIELDS: tl.constexpr = 16 // BITS
     GROUPS: tl.constexpr = FIELDS * SPAN // GROUP
@@ -276,6 +284,8 @@ def matmul_kernel(
         eighth = tl.max(tl.reshape(row, [TILE // INTERLEAVE, INTERLEAVE]), axis=1)
         GROUPED: tl.constexpr = ENTRIES if SCALE_LAYOUT == GROUPS_OF_INPUTS else 0
         _fetch(packed_row, scales + eighth, begin, end, block_stride, weight_rows, AHEAD, GROUPED)
+    if SCALE_LAYOUT == OUTPUTS:
+        scale_of_row = tl.load(scales + row)  # now, as a read of memory takes long
     wait(PDL)
     first = tl.program_id(2) * COLUMNS
     m = first + tl.arange(0, COLUMNS)
@@ -324,9 +334,16 @@ def matmul_kernel(
             total = settled(total)
     release(PDL)  # late, as a long kernel: see ops/common/launch.py
     if SCALE_LAYOUT == OUTPUTS:
-        total *= tl.load(scales + row)[:, None]
-    if SPLIT:
-        tile_number = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
+        total *= scale_of_row[:, None]
+    tile_number = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
+    if POLLED:
+        buffer = polled_sums + tile_number * (splits - 1) * (TILE * COLUMNS)
+        if tl.program_id(1) < splits - 1:
+            write_sums(total, buffer)
+        else:
+            total += poll_sums(buffer, splits - 1, total.shape, POLLED, ASM)
+            _store(out, total, bias, first, rows, outputs, INTERLEAVE, EPILOGUE, BIAS)
+    elif SPLIT:
         HALF: tl.constexpr = TILE // 2
         lane = tl.arange(0, TILE)
         place = lane

@@ -10,11 +10,12 @@ import triton.language as tl
 
 from engine.ops.activation.act_and_mul import act_and_mul
 from engine.ops.common.launch import dependent_launch, has_capability, has_wgmma, num_sms, shared_memory
-from engine.ops.gemm import persistent_w4a16_launch, skinny, weight_only, weight_only_vector
+from engine.ops.gemm import persistent_w4a16_launch, skinny, split_k_polling, weight_only, weight_only_vector
 from engine.ops.gemm.packed_layout import PackedMatrix
 from engine.ops.gemm.persistent_w4a16_launch import StreamKWorkspace
 from engine.ops.gemm.skinny_launch import Workspace, gated_epilogue
 from engine.ops.gemm.weight_only_tiles import (
+    MAX_POLLED_SUMS,
     ROW_CLASSES,
     PersistentTile,
     Tile,
@@ -45,9 +46,14 @@ class WeightOnlyMatmul:
         self.device = device
         self.workspace = Workspace(device)
         """Also used by the W8A8 kernels of the same layers."""
+        self._polled_sums = torch.full(
+            (MAX_POLLED_SUMS,), split_k_polling.EMPTY.value, dtype=torch.int32, device=device
+        )
         self._stream_k = StreamKWorkspace.on(device)
         self._dependent = dependent_launch(device)
         self._asm = self._supports_ptx()
+        self._polls = self._asm or device.type == "cpu"
+        """Whether split_k_polling.py can be used: on a ROCm GPU a program may not see what another one writes."""
         self._chosen: dict[tuple[WeightOnlyShape, int], Tile] = {}
         self._tiles: dict[tuple[object, ...], Tile] = {}
 
@@ -214,9 +220,10 @@ class WeightOnlyMatmul:
             "STAGES": tile.stages,
             "SCALE_WEIGHTS": tile.scales_weights,
             "SPLIT": tile.splits > 1,
+            "POLLED": tile.polled(matrix.rows, rows) if self._polls else 0,
             "AHEAD": tile.ahead,
         }
-        scratch = (self.workspace.partials, self.workspace.arrivals)
+        scratch = (self.workspace.partials, self.workspace.arrivals, self._polled_sums)
         return weight_only.matmul_kernel, (*tensors, *scratch, *sizes), constants
 
     def _constants(self, matrix: PackedMatrix, dtype: torch.dtype) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Tiles of the weight-only kernels: the default for each number of rows, and the candidates for autotuning.
+"""Tiles of the weight-only kernels, and the default for each number of rows.
 
 The kernels compute W x^T: rows of a tile are rows of W, columns of a tile are rows of x.
 """
@@ -17,9 +17,13 @@ WEIGHT_ONLY_MAX_ROWS = 256
 """Up to this many rows of x, a WeightOnlyTile is faster than to dequantize the whole matrix to memory and multiply by
 cuBLAS."""
 MAX_SPLITS = 16
+MAX_POLLED_SUMS = 2**21
+"""Partial sums of all programs together that there is room for if they are polled (split_k_polling.py)."""
+MAX_POLLED_SUMS_OF_TILE = 2048
+"""The same of one tile. With more, counters are faster."""
 COLUMNS = (8, 16, 32, 64, 128)
 """Columns that a tile may have."""
-ROW_CLASSES = (*COLUMNS, WEIGHT_ONLY_MAX_ROWS, 512, 4096)
+ROW_CLASSES = (*COLUMNS, WEIGHT_ONLY_MAX_ROWS, 512, 1024, 4096)
 """Row classes: a number of rows of x uses the tile of the smallest class that is not less, or of the last."""
 
 
@@ -97,6 +101,17 @@ class WeightOnlyTile:
     def grid(self, weight_rows: int, rows: int) -> tuple[int, int, int]:
         """Launch grid for these numbers of rows of W and of x."""
         return -(-weight_rows // self.rows), self.splits, -(-rows // self.columns)
+
+    def polled(self, weight_rows: int, rows: int) -> int:
+        """Number of other programs whose sums the last program of a split tile polls, rounded up to a power of two. 0:
+        a counter says when sums are written."""
+        if self.splits == 1:
+            return 0
+        others = 1 << (self.splits - 2).bit_length()
+        tiles, _, columns = self.grid(weight_rows, rows)
+        sums = self.rows * self.columns
+        fits = tiles * columns * (self.splits - 1) * sums <= MAX_POLLED_SUMS
+        return others if fits and others * sums <= MAX_POLLED_SUMS_OF_TILE else 0
 
     def parts(self, layout: WeightLayout) -> int:
         """Loop iterations per block. Each takes an equal part of every span."""
@@ -188,9 +203,13 @@ FINE_TILE = WeightOnlyTile(rows=32, columns=UNMEASURED_MAX_ROWS, warps=2, stages
 programs are so small that they are distributed evenly."""
 SMALL_WEIGHTS = 2**23
 """Bytes of weights below which the time is mostly latency. FINE_TILE then prefetches, and is split less."""
-PROGRAMS_PER_SM = 4
+PROGRAMS_PER_SM = 3
 PROGRAMS_PER_SM_OF_SMALL_WEIGHTS = 2
 """Programs of FINE_TILE per multiprocessor, at most, if it is split."""
+MIN_INPUTS_PER_SPLIT = {8: 256, 4: 768}
+"""By bits of a weight: minimum inputs per program of FINE_TILE, if it is split."""
+MAX_UNSPLIT_INPUTS = 1024
+"""Up to this many inputs, FINE_TILE is not split if three of four multiprocessors have a tile."""
 PREFETCHED_BLOCKS = 8
 SMALL_TILE = WeightOnlyTile(rows=64, columns=UNMEASURED_MAX_ROWS, warps=4, stages=6)
 LARGE_TILE = WeightOnlyTile(rows=128, columns=UNMEASURED_MAX_ROWS, warps=4, stages=4)
@@ -227,14 +246,14 @@ def tensor_core_tile(shape: WeightOnlyShape, rows: int, sms: int, shared: int) -
     if rows > WEIGHT_ONLY_MAX_ROWS:
         return None
     if _suits_fine_tile(shape, rows, sms):
-        tile = _for_layout(FINE_TILE, shape.layout)
+        tile = for_layout(FINE_TILE, shape.layout)
         if tile.shared_memory(shape.layout) <= shared:
             return fine_tile(shape, rows, sms)
     wanted = next((size for size in COLUMNS if size >= rows), COLUMNS[-1])
     for columns in reversed([size for size in COLUMNS if size <= wanted]):
         tile = _unsplit_default(shape, columns, sms)
         for stages in range(tile.stages, 1, -1):
-            fitting = _for_layout(evolve(tile, stages=stages), shape.layout)
+            fitting = for_layout(evolve(tile, stages=stages), shape.layout)
             if fitting.shared_memory(shape.layout) <= shared:
                 return with_splits(fitting, shape, rows, sms)
     return None
@@ -253,8 +272,12 @@ def _suits_fine_tile(shape: WeightOnlyShape, rows: int, sms: int) -> bool:
 def fine_tile(shape: WeightOnlyShape, rows: int, sms: int) -> WeightOnlyTile:
     """FINE_TILE with splits and prefetching for a shape."""
     is_small = shape.weight_bytes < SMALL_WEIGHTS
-    most = sms * (PROGRAMS_PER_SM_OF_SMALL_WEIGHTS if is_small else PROGRAMS_PER_SM)
-    tile = with_even_splits(_for_layout(FINE_TILE, shape.layout), shape, rows, most)
+    tile = for_layout(FINE_TILE, shape.layout)
+    programs = tile.programs(shape, rows)
+    if shape.inputs > MAX_UNSPLIT_INPUTS or programs * 4 < sms * 3:
+        most = sms * (PROGRAMS_PER_SM_OF_SMALL_WEIGHTS if is_small else PROGRAMS_PER_SM)
+        useful = -(-shape.inputs // MIN_INPUTS_PER_SPLIT[shape.layout.bits])
+        tile = with_even_splits(tile, shape, rows, min(most, useful * programs))
     return evolve(tile, ahead=PREFETCHED_BLOCKS) if is_small else tile
 
 
@@ -294,7 +317,7 @@ def _unsplit_default(shape: WeightOnlyShape, columns: int, sms: int) -> WeightOn
     return W8_TILE_OF_32_COLUMNS if is_w8 and columns == W8_TILE_OF_32_COLUMNS.columns else TILES[columns]
 
 
-def _for_layout(tile: WeightOnlyTile, layout: WeightLayout) -> WeightOnlyTile:
+def for_layout(tile: WeightOnlyTile, layout: WeightLayout) -> WeightOnlyTile:
     """Normalize the fields that make no difference for a layout."""
     return evolve(
         tile, scales_weights=tile.scales_weights and layout.scale_layout != "outputs", step=min(tile.step, layout.block)
@@ -317,79 +340,3 @@ def with_splits(tile: WeightOnlyTile, shape: WeightOnlyShape, rows: int, sms: in
 def fits_workspace(tile: WeightOnlyTile, programs: int, splits: int) -> bool:
     """Whether the workspace has room for the partial sums of this many tiles and splits."""
     return programs <= MAX_SPLIT_TILES and programs * splits * tile.rows * tile.columns <= MAX_PARTIAL_SUMS
-
-
-MEASURED_CLASSES = (16, 32, 64, 128, 256)
-"""The ROW_CLASSES that are measured at start-up. For up to UNMEASURED_MAX_ROWS the time of a layer alone says too
-little: the tiles that won alone made a step of Llama-3.1-8B in float8 take 3.39 ms instead of 2.90."""
-PERSISTENT_CLASSES = (512, 4096)
-"""The ROW_CLASSES that are measured too where PersistentTiles can be used. More rows use the choice of the last."""
-SHAPES = {
-    16: ((32, 2, 6), (64, 2, 4), (64, 2, 6), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 4, 6), (128, 8, 4)),
-    32: ((32, 2, 4), (64, 2, 4), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4)),
-    64: ((128, 4, 3), (128, 8, 3)),
-}
-"""(rows, warps, stages) of the candidates, by columns."""
-SHAPES_SCALED_WEIGHTS = {
-    64: ((64, 64, 4, 4, 32), (128, 64, 4, 4, 32)),
-    128: ((64, 128, 4, 3, 32), (128, 128, 8, 3, 64)),
-    256: ((128, 128, 8, 3, 64),),
-}
-"""(rows, columns, warps, stages, words of a row per loop iteration) of the candidates that scale weights, by row class.
-"""
-MIN_ROWS_DOUBLED = 128
-"""From this many rows of x on, twice as many splits are tried: a multiprocessor may run two programs faster than
-one."""
-
-
-def candidates(shape: WeightOnlyShape, rows: int, sms: int, shared: int, *, wgmma: bool = False) -> list[MeasuredTile]:
-    """Tiles to measure for one of MEASURED_CLASSES or PERSISTENT_CLASSES, the default first.
-
-    None: dequantize and multiply by cuBLAS. sms, shared, wgmma: as in `default_tile`.
-    """
-    if not wgmma or not PersistentTile.supports(shape) or rows < PERSISTENT_ROWS[0]:
-        return [*_tensor_core_candidates(shape, rows, sms, shared)]
-    found: list[MeasuredTile] = [PersistentTile(columns=128), PersistentTile(columns=256)]
-    if rows > 128:
-        found.reverse()
-    if rows in PERSISTENT_CLASSES:
-        return [found[0], None] if rows <= PERSISTENT_ROWS[1] else [None, found[0]]
-    return [*found, *_tensor_core_candidates(shape, rows, sms, shared)]
-
-
-def _tensor_core_candidates(shape: WeightOnlyShape, rows: int, sms: int, shared: int) -> list[WeightOnlyTile | None]:
-    """As `candidates`, among the tiles of the tensor-core kernel."""
-    default = tensor_core_tile(shape, rows, sms, shared)
-    if default is None:  # no tile fits
-        return [None]
-    wanted = [
-        WeightOnlyTile(rows=tile_rows, columns=default.columns, warps=warps, stages=stages)
-        for tile_rows, warps, stages in SHAPES.get(default.columns, ())
-    ]
-    for tile_rows, columns, warps, stages, row_words in SHAPES_SCALED_WEIGHTS.get(rows, ()):
-        step = row_words * shape.layout.block // shape.layout.span
-        wanted.append(
-            WeightOnlyTile(rows=tile_rows, columns=columns, warps=warps, stages=stages, scales_weights=True, step=step)
-        )
-    fitting = (_for_layout(tile, shape.layout) for tile in wanted)
-    found = [
-        default,
-        *(with_splits(tile, shape, rows, sms) for tile in fitting if tile.shared_memory(shape.layout) <= shared),
-    ]
-    if rows >= MIN_ROWS_DOUBLED:
-        found += [
-            twice for tile in found for twice in other_splits(tile, shape, rows) if twice.splits == tile.splits * 2
-        ]
-    return list(dict.fromkeys(found))
-
-
-def other_splits(tile: WeightOnlyTile, shape: WeightOnlyShape, rows: int) -> list[WeightOnlyTile]:
-    """The same tile with half, twice and four times as many splits, where the inputs can be split so."""
-    programs = tile.programs(shape, rows)
-    max_splits = min(MAX_SPLITS, shape.blocks // 2)
-    numbers = [tile.splits // 2, tile.splits * 2, tile.splits * 4]
-    return [
-        evolve(tile, splits=splits)
-        for splits in numbers
-        if splits == 1 or (1 < splits <= max_splits and fits_workspace(tile, programs, splits))
-    ]

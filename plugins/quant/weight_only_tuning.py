@@ -16,23 +16,28 @@ from engine.ops.gemm import (
     persistent_w4a16_launch,
     skinny,
     skinny_launch,
+    split_k_polling,
     stream_k,
     tile_order,
     weight_only,
+    weight_only_candidates,
     weight_only_launch,
     weight_only_tiles,
 )
 from engine.ops.gemm.packed_layout import PackedMatrix
-from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
-from engine.ops.gemm.weight_only_tiles import (
+from engine.ops.gemm.weight_only_candidates import (
     MEASURED_CLASSES,
     PERSISTENT_CLASSES,
+    candidates,
+    other_splits,
+    prefetching,
+)
+from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
+from engine.ops.gemm.weight_only_tiles import (
     MeasuredTile,
     PersistentTile,
     WeightOnlyShape,
     WeightOnlyTile,
-    candidates,
-    other_splits,
 )
 
 
@@ -66,9 +71,11 @@ class WeightOnlyOp(AutotunedOp[MeasuredTile]):
             persistent_w4a16_launch,
             skinny,
             skinny_launch,
+            split_k_polling,
             stream_k,
             tile_order,
             weight_only,
+            weight_only_candidates,
             weight_only_launch,
             weight_only_tiles,
         )
@@ -90,9 +97,11 @@ class WeightOnlyOp(AutotunedOp[MeasuredTile]):
         return candidates(self.shape, rows, num_sms(device), shared_memory(device), wgmma=self._wgmma)
 
     def refine(self, rows: int, ranked: Sequence[MeasuredTile]) -> Sequence[MeasuredTile]:
-        """Other numbers of splits of the fastest tile."""
+        """Other numbers of splits of the fastest tile, and prefetching."""
         fastest = next((tile for tile in ranked if tile is not None), None)
-        return other_splits(fastest, self.shape, rows) if isinstance(fastest, WeightOnlyTile) else []
+        if not isinstance(fastest, WeightOnlyTile):
+            return []
+        return [*other_splits(fastest, self.shape, rows), *prefetching(fastest, self.shape)]
 
     def name(self, candidate: MeasuredTile) -> str:
         return "library" if candidate is None else str(candidate)

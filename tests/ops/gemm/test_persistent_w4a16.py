@@ -14,13 +14,15 @@ import torch
 from attrs import evolve
 
 from engine.ops.gemm.packed_layout import GroupedLayout, W8Layout
-from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
-from engine.ops.gemm.weight_only_tiles import (
+from engine.ops.gemm.weight_only_candidates import (
     MEASURED_CLASSES,
     PERSISTENT_CLASSES,
+    candidates,
+)
+from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
+from engine.ops.gemm.weight_only_tiles import (
     PersistentTile,
     WeightOnlyShape,
-    candidates,
     default_tile,
 )
 

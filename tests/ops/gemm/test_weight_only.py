@@ -26,7 +26,6 @@ from engine.ops.gemm.weight_only_tiles import (
     WeightOnlyTile,
     WeightOnlyVectorTile,
     default_tile,
-    with_even_splits,
     with_splits,
 )
 
@@ -286,28 +285,6 @@ def test_few_tiles_are_split_and_many_are_not() -> None:
     many = evolve(few, weight_rows=128256)
     assert with_splits(tile, few, 1, 132).splits > 1
     assert with_splits(tile, many, 1, 132).splits == 1
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_w8_tile_of_many_outputs_is_fine_when_gated(gated: bool) -> None:
-    shape = WeightOnlyShape(gated=gated, weight_rows=28672, inputs=4096, layout=W8Layout(dtype="int8"))
-    assert default_tile(shape, 2, 132, HOPPER) == evolve(FINE_TILE if gated else LARGE_TILE, step=128)
-    assert default_tile(shape, 1, 132, HOPPER) == evolve(LARGE_TILE, step=128)
-
-
-@pytest.mark.parametrize("inputs", [128, 640, 1152, 4992, 15040])
-@pytest.mark.parametrize("outputs", [512, 1536, 2752, 12352])
-def test_even_splits_leave_no_program_without_work(outputs: int, inputs: int) -> None:
-    shape = WeightOnlyShape(gated=False, weight_rows=outputs, inputs=inputs, layout=W8Layout(dtype="int8"))
-    for most in (100, 264, 528):
-        tile = with_even_splits(FINE_TILE, shape, 2, most)
-        programs = tile.programs(shape, 2)
-        assert tile.splits == 1 or programs * tile.splits <= most
-        blocks_per_split = -(-shape.blocks // tile.splits)
-        assert (tile.splits - 1) * blocks_per_split < shape.blocks
-        more = tile.splits + 1
-        could_split = programs * more <= most and more <= MAX_SPLITS
-        assert not could_split or -(-shape.blocks // more) == blocks_per_split
 
 
 def each_code(dtype: Any, device: Any) -> Any:

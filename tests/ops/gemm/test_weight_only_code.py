@@ -31,7 +31,7 @@ def compiled(tile: Any, layout: Any) -> Any:
     constants = multiplier._launch(x, x, matrix, None, False, tile, "silu")[2]
     warps = constants.pop("num_warps")
     pointers = dict.fromkeys(("out", "x", "bias"), "*bf16") | dict.fromkeys(("partials", "scales"), "*fp32")
-    pointers |= {"packed": "*i16", "arrivals": "*i32"}
+    pointers |= {"packed": "*i16", "arrivals": "*i32", "polled_sums": "*i32"}
     if layout.scale_layout == "groups":
         pointers["scales"] = "*i32"
     names = kernel.arg_names

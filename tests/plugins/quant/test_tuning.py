@@ -20,8 +20,11 @@ from engine.ops.common.launch import has_wgmma
 from engine.ops.gemm import scaled_matmul
 from engine.ops.gemm.packed_layout import GroupedLayout, W8Layout
 from engine.ops.gemm.skinny_launch import Workspace
+from engine.ops.gemm.weight_only_candidates import (
+    MEASURED_CLASSES,
+    PERSISTENT_CLASSES,
+)
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
-from engine.ops.gemm.weight_only_tiles import MEASURED_CLASSES, PERSISTENT_CLASSES
 from engine.plugins.quant import w8a8_matmul
 from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel, WeightOnlyMatmuls

@@ -14,15 +14,20 @@ from engine.core.autotune.task import CandidateError, TuningTask
 from engine.core.autotune.timer import GraphTimer
 from engine.ops.gemm.packed_layout import GroupedLayout, PackedMatrix, W8Layout
 from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, MAX_SPLIT_TILES
+from engine.ops.gemm.weight_only_candidates import (
+    MAX_NARROW_PROGRAMS_PER_SM,
+    MEASURED_CLASSES,
+    candidates,
+    other_splits,
+    prefetching,
+)
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.ops.gemm.weight_only_tiles import (
-    MEASURED_CLASSES,
+    PREFETCHED_BLOCKS,
     WEIGHT_ONLY_MAX_ROWS,
     WeightOnlyShape,
     WeightOnlyTile,
-    candidates,
     default_tile,
-    other_splits,
 )
 from engine.plugins.quant import weight_only_tuning
 from engine.plugins.quant.weight_only_tuning import WeightOnlyOp
@@ -61,9 +66,10 @@ def test_candidates_are_few_and_fit(outputs: Any, inputs: Any, layout: Any, shar
         for tile in (*first, *finer):
             if tile is None:
                 continue
-            assert tile.columns >= min(rows, 128, first[0].columns)
-            assert tile.shared_memory(layout) <= shared
             programs = tile.programs(gemm_shape, rows)
+            is_narrow = programs <= MAX_NARROW_PROGRAMS_PER_SM * SMS
+            assert is_narrow or tile.columns >= min(rows, 128, first[0].columns)
+            assert tile.shared_memory(layout) <= shared
             if tile.splits > 1:
                 assert tile.splits * 2 <= gemm_shape.blocks
                 assert programs <= MAX_SPLIT_TILES
@@ -90,9 +96,26 @@ def test_other_splits_of_the_fastest_tile() -> None:
     gemm_shape = WeightOnlyShape(gated=False, weight_rows=4096, inputs=4096, layout=W8Layout(dtype="float8_e4m3fn"))
     tile = WeightOnlyTile(rows=64, columns=16, warps=4, stages=6, splits=4, step=128)
     assert tile in candidates(gemm_shape, 16, SMS, HOPPER)
-    assert [one.splits for one in other_splits(tile, gemm_shape, 16)] == [2, 8, 16]
+    assert [one.splits for one in other_splits(tile, gemm_shape, 16)] == [1, 2, 8, 16]
     assert [one.splits for one in other_splits(evolve(tile, splits=1), gemm_shape, 16)] == [2, 4]
     assert [one.splits for one in other_splits(evolve(tile, splits=2), evolve(gemm_shape, inputs=256), 16)] == [1]
+
+
+def test_few_tiles_of_many_rows_are_also_tried_with_fewer_columns() -> None:
+    small = WeightOnlyShape(gated=False, weight_rows=1024, inputs=1024, layout=LAYOUTS[0])
+    for wgmma in (False, True):
+        found = candidates(small, 128, SMS, HOPPER, wgmma=wgmma)
+        assert {16, 32, 64} <= {tile.columns for tile in found}
+        large = candidates(evolve(small, weight_rows=28672), 128, SMS, HOPPER, wgmma=wgmma)
+        assert all(tile.columns == 128 for tile in large if isinstance(tile, WeightOnlyTile) and tile.rows != 128)
+
+
+def test_small_weights_are_also_tried_with_prefetching() -> None:
+    tile = WeightOnlyTile(rows=64, columns=16, warps=4, stages=6)
+    small = WeightOnlyShape(gated=False, weight_rows=1024, inputs=1024, layout=LAYOUTS[0])
+    assert prefetching(tile, small) == [evolve(tile, ahead=PREFETCHED_BLOCKS)]
+    assert not prefetching(evolve(tile, ahead=PREFETCHED_BLOCKS), small)
+    assert not prefetching(tile, evolve(small, weight_rows=2**15))
 
 
 def test_key_names_all_that_the_time_depends_on() -> None:

@@ -1,0 +1,109 @@
+"""Candidate tiles of the weight-only kernels for autotuning."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from engine.ops.gemm.weight_only_tiles import (
+    MAX_SPLITS,
+    PERSISTENT_ROWS,
+    PREFETCHED_BLOCKS,
+    SMALL_WEIGHTS,
+    MeasuredTile,
+    PersistentTile,
+    WeightOnlyShape,
+    WeightOnlyTile,
+    fits_workspace,
+    for_layout,
+    tensor_core_tile,
+    with_splits,
+)
+
+MEASURED_CLASSES = (16, 32, 64, 128, 256)
+"""The ROW_CLASSES that are measured at start-up. For up to UNMEASURED_MAX_ROWS the time of a layer alone says too
+little: the tiles that won alone made a step of Llama-3.1-8B in float8 take 3.39 ms instead of 2.90."""
+PERSISTENT_CLASSES = (512, 1024, 4096)
+"""The ROW_CLASSES that are measured too where PersistentTiles can be used. More rows use the choice of the last."""
+SHAPES = {
+    16: ((32, 2, 6), (64, 2, 4), (64, 2, 6), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 4, 6), (128, 8, 4)),
+    32: ((32, 2, 4), (64, 2, 4), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4)),
+    64: ((128, 4, 3), (128, 8, 3)),
+}
+"""(rows, warps, stages) of the candidates, by columns."""
+SHAPES_SCALED_WEIGHTS = {
+    64: ((64, 64, 4, 4, 32), (128, 64, 4, 4, 32)),
+    128: ((64, 128, 4, 3, 32), (128, 128, 8, 3, 64)),
+    256: ((128, 128, 8, 3, 64),),
+}
+"""(rows, columns, warps, stages, words of a row per loop iteration) of the candidates that scale weights, by row class.
+"""
+NARROW_SHAPES = ((64, 16, 4, 6), (64, 32, 4, 4), (64, 64, 4, 3))
+"""(rows, columns, warps, stages) of further candidates for more rows of x than they have columns."""
+MAX_NARROW_PROGRAMS_PER_SM = 2
+"""Up to this many tiles per multiprocessor they are tried: with more, to unpack W again for each takes too long."""
+MIN_ROWS_DOUBLED = 128
+"""From this many rows of x on, twice as many splits are tried: a multiprocessor may run two programs faster than
+one."""
+
+
+def candidates(shape: WeightOnlyShape, rows: int, sms: int, shared: int, *, wgmma: bool = False) -> list[MeasuredTile]:
+    """Tiles to measure for one of MEASURED_CLASSES or PERSISTENT_CLASSES, the default first.
+
+    None: dequantize and multiply by cuBLAS. sms, shared, wgmma: as in `default_tile`.
+    """
+    if not wgmma or not PersistentTile.supports(shape) or rows < PERSISTENT_ROWS[0]:
+        return [*_tensor_core_candidates(shape, rows, sms, shared)]
+    found: list[MeasuredTile] = [PersistentTile(columns=128), PersistentTile(columns=256)]
+    if rows > 128:
+        found.reverse()
+    if rows in PERSISTENT_CLASSES:
+        return [found[0], None] if rows <= PERSISTENT_ROWS[1] else [None, found[0]]
+    return [*found, *_tensor_core_candidates(shape, rows, sms, shared)]
+
+
+def _tensor_core_candidates(shape: WeightOnlyShape, rows: int, sms: int, shared: int) -> list[WeightOnlyTile | None]:
+    """As `candidates`, among the tiles of the tensor-core kernel."""
+    default = tensor_core_tile(shape, rows, sms, shared)
+    if default is None:  # no tile fits
+        return [None]
+    wanted = [
+        WeightOnlyTile(rows=tile_rows, columns=default.columns, warps=warps, stages=stages)
+        for tile_rows, warps, stages in SHAPES.get(default.columns, ())
+    ]
+    for tile_rows, columns, warps, stages, row_words in SHAPES_SCALED_WEIGHTS.get(rows, ()):
+        step = row_words * shape.layout.block // shape.layout.span
+        wanted.append(
+            WeightOnlyTile(rows=tile_rows, columns=columns, warps=warps, stages=stages, scales_weights=True, step=step)
+        )
+    fitting = (for_layout(tile, shape.layout) for tile in wanted)
+    found = [
+        default,
+        *(with_splits(tile, shape, rows, sms) for tile in fitting if tile.shared_memory(shape.layout) <= shared),
+    ]
+    if rows >= MIN_ROWS_DOUBLED:
+        found += [
+            twice for tile in found for twice in other_splits(tile, shape, rows) if twice.splits == tile.splits * 2
+        ]
+    for tile_rows, columns, warps, stages in NARROW_SHAPES:
+        tile = for_layout(WeightOnlyTile(rows=tile_rows, columns=columns, warps=warps, stages=stages), shape.layout)
+        few = columns < rows and tile.programs(shape, rows) <= MAX_NARROW_PROGRAMS_PER_SM * sms
+        if few and tile.shared_memory(shape.layout) <= shared:
+            found.append(with_splits(tile, shape, rows, sms))
+    return list(dict.fromkeys(found))
+
+
+def prefetching(tile: WeightOnlyTile, shape: WeightOnlyShape) -> list[WeightOnlyTile]:
+    """The same tile with prefetching, for small weights."""
+    return [evolve(tile, ahead=PREFETCHED_BLOCKS)] if shape.weight_bytes < SMALL_WEIGHTS and not tile.ahead else []
+
+
+def other_splits(tile: WeightOnlyTile, shape: WeightOnlyShape, rows: int) -> list[WeightOnlyTile]:
+    """The same tile with a quarter, half, twice and four times as many splits, where the inputs can be split so."""
+    programs = tile.programs(shape, rows)
+    max_splits = min(MAX_SPLITS, shape.blocks // 2)
+    numbers = [tile.splits // 4, tile.splits // 2, tile.splits * 2, tile.splits * 4]
+    return [
+        evolve(tile, splits=splits)
+        for splits in numbers
+        if splits == 1 or (1 < splits <= max_splits and fits_workspace(tile, programs, splits))
+    ]
