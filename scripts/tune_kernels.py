@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Writes the tuning results that come with the package, for the GPU of this machine and the layers of known models.
 
-    python scripts/tune_kernels.py [--formats none fp8] [--cache DIRECTORY]
+    python scripts/tune_kernels.py [--formats none fp8] [--again 64 128] [--cache DIRECTORY]
 
-Results in the tuning cache, and in the package, that still hold are kept; the others are measured.
+Results in the tuning cache, and in the package, that still hold are kept; the others are measured. With --again those
+of the package are measured too for these row classes, as when there are new candidates.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from engine.core.autotune import (
     store_shipped,
     tune_tasks,
 )
+from engine.core.autotune.results import TuningResults
 from engine.core.layers import LayerFactory
 from engine.core.plugin_host import load_plugins
 from engine.core.weights import DummySource, load_weights
@@ -95,6 +97,18 @@ MODELS = {
 }
 
 
+class PartlyOutdatedCache(TuningCache):
+    """A tuning cache that ignores the package's results for some row classes."""
+
+    def __init__(self, directory: Path, machine: Mapping[str, str], outdated: Collection[int]) -> None:
+        """outdated: the row classes."""
+        super().__init__(directory, machine)
+        self._outdated = outdated
+
+    def shipped(self) -> TuningResults:
+        return {key: result for key, result in super().shipped().items() if key[1] not in self._outdated}
+
+
 def make_layers(shapes: Shapes, weights: str, device: torch.device, timer: GraphTimer) -> LayerFactory:
     """One decoder's layers of each shape, as many as the timer reads to find none in the cache."""
     name, checkpoint = FORMATS[weights]
@@ -118,12 +132,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--again", nargs="+", type=int, default=[], metavar="ROWS", help="row classes to measure again")
     parser.add_argument("--cache", type=Path, default=default_directory(), help="the tuning cache")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further layers after this time")
     arguments = parser.parse_args()
     device = torch.device("cuda:0")
     machine, begin = describe_machine(device), time.monotonic()
-    cache, timer = TuningCache(arguments.cache, machine), GraphTimer(device)
+    cache, timer = PartlyOutdatedCache(arguments.cache, machine, arguments.again), GraphTimer(device)
     found = dict(load_shipped(machine))
     for weights, model in itertools.product(arguments.formats, arguments.models):
         if time.monotonic() - begin > arguments.seconds:
@@ -132,8 +147,10 @@ def main() -> None:
         with torch.inference_mode():
             report = tune_tasks(collect_tasks(make_layers(MODELS[model], weights, device, timer)), cache, timer)
         found |= {(result.op, result.rows): result for result in report.results}
-        print(f"{model}, {weights}: {report.measured} of {len(report.results)} measured, {report.seconds:.1f} s")
-    print(store_shipped(machine, found.values()))
+        path = store_shipped(machine, found.values())
+        print(
+            f"{model}, {weights}: {report.measured} of {len(report.results)} measured, {report.seconds:.1f} s, {path}"
+        )
 
 
 if __name__ == "__main__":
