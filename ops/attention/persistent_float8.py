@@ -31,6 +31,7 @@ from engine.ops.attention.persistent_steps import (
     find_first_key,
     item_of_turn,
     key_ranges,
+    masked,
     store_rows,
     tile_of_item,
 )
@@ -112,32 +113,6 @@ def _load(
 
 
 @gluon.jit
-def _masked(qk, q_positions, start_n, window, WINDOWED: gl.constexpr):
-    """Minus infinity for the scores of keys that a row does not see, in the block from `start_n` on.
-
-    A thread has two of eight columns. Columns are split accordingly, so that a thread compares with constants.
-    """
-    layout: gl.constexpr = qk.type.layout
-    split = qk.reshape((qk.shape[0], qk.shape[1] // 8, 4, 2))
-    of_split: gl.constexpr = split.type.layout
-    of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, of_split)))
-    of_eights: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, of_split)))
-    of_threads: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, of_split)))
-    of_pairs: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, of_split)))
-    eights = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, qk.shape[1] // 8, of_eights), 0), 2), 3)
-    threads = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 4, of_threads), 0), 1), 3)
-    pairs = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 2, of_pairs), 0), 1), 2)
-    last = gl.convert_layout(q_positions - start_n, of_rows)
-    last = gl.expand_dims(gl.expand_dims(gl.expand_dims(last, 1), 2), 3) - 2 * threads
-    columns = 8 * eights + pairs
-    visible = columns <= last
-    if WINDOWED:
-        visible = visible & (columns > last - window)
-    qk = gl.where(visible, split, float("-inf")).reshape(qk.shape)
-    return gl.convert_layout(qk, layout, assert_trivial=True)
-
-
-@gluon.jit
 def _soften(
     qk, m_i, l_i, q_positions, start_n, scale, softcap, window,
     WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr,
@@ -149,7 +124,7 @@ def _soften(
         qk = capped(qk * gl.expand_dims(scale, 1), softcap)
         factor = gl.full(scale.shape, 1.4426950408889634, gl.float32, scale.type.layout)
     if MASKED:
-        qk = _masked(qk, q_positions, start_n, window, WINDOWED)
+        qk = masked(qk, q_positions, start_n, window, WINDOWED)
     m_new = gl.maximum(m_i, gl.max(qk, 1) * factor)
     p = gl.exp2(qk * gl.expand_dims(factor, 1) - gl.expand_dims(m_new - _LOG2_P_SCALE, 1))
     alpha = gl.exp2(m_i - m_new)

@@ -31,6 +31,7 @@ from engine.ops.attention.persistent_steps import (
     find_first_key,
     item_of_turn,
     key_ranges,
+    masked,
     store_rows,
     tile_of_item,
 )
@@ -167,12 +168,7 @@ def _soften(
     if SOFTCAP:
         qk = capped(qk * scale, softcap)
     if MASKED:
-        positions = start_n + gl.arange(0, qk.shape[1], gl.SliceLayout(0, qk.type.layout))
-        distance = gl.expand_dims(q_positions, 1) - gl.expand_dims(positions, 0)
-        visible = distance >= 0
-        if WINDOWED:
-            visible = visible & (distance < window)
-        qk = gl.where(visible, qk, float("-inf"))
+        qk = masked(qk, q_positions, start_n, window, WINDOWED)
     m_new = gl.maximum(m_i, gl.max(qk, 1) * factor)
     p = gl.exp2(qk * factor - gl.expand_dims(m_new, 1))
     alpha = gl.exp2(m_i - m_new)

@@ -38,7 +38,7 @@ print(triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "launch
 """Compiles the kernel for Hopper without a GPU."""
 
 
-def test_kernel_has_both_products_of_a_step_in_flight_and_copies_of_16_bytes() -> None:
+def test_kernel_has_both_products_of_a_step_in_flight_and_copies_and_stores_of_16_bytes() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -50,6 +50,9 @@ def test_kernel_has_both_products_of_a_step_in_flight_and_copies_of_16_bytes() -
     copies = [line for line in done.stdout.splitlines() if "cp.async.c" in line]
     assert copies
     assert all(", 0x10" in copy for copy in copies), copies[0]
+    stores = [line for line in done.stdout.splitlines() if "st.global" in line]
+    assert stores
+    assert all(".v4.b32" in store for store in stores), stores[0]
 
 
 # Edges of blocks of 128 keys, of tiles of 128 rows and their halves, and more tiles than multiprocessors.
