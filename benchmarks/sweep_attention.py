@@ -15,7 +15,7 @@ from tuned_attention import tuned_decode, tuned_prefill
 from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool
 from engine.core.plugin_host import load_plugins
 from engine.ops.attention.paged_decode_config import DecodeConfig, decode_configs
-from engine.ops.attention.paged_prefill import PERSISTENT, PrefillConfig, can_persist, prefill_config
+from engine.ops.attention.paged_prefill import PrefillConfig, can_persist, persistent_config, prefill_config
 
 BLOCK_SIZE = 16
 COLD_BYTES = 160e6
@@ -99,7 +99,7 @@ class Attention:
         group, longest = heads.heads // heads.kv_heads, max(self.case.lengths)
         others = [prefill_config(tokens, group, heads.head_dim, 2, shared) for tokens in (longest, 1)]
         if can_persist(self.pool.keys[0], self.q.dtype, group):
-            others.append(PERSISTENT)
+            others.append(persistent_config(heads.head_dim))
         return list(dict.fromkeys([self.chosen(), *others]))
 
     def calls_by(self, config: Config) -> Sequence[Call]:

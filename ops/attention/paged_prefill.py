@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
-from attrs import frozen
+from attrs import evolve, frozen
 
 from engine.ops.attention import persistent_prefill
 from engine.ops.attention.common import add_sinks, as_type, capped, score_factor
@@ -42,12 +42,12 @@ class PrefillConfig:
 
 PERSISTENT = PrefillConfig(block_m=128, block_n=128, num_warps=4, num_stages=2, persistent=True)
 """The fastest, or nearly, of those that benchmarks/attention.py --tune tries, on an H200."""
+PERSISTENT_NARROW = evolve(PERSISTENT, num_stages=4)
+"""The same for narrow heads."""
 NARROW_HEAD_DIM = 64
 """Heads up to this size multiply little per exponential, which one program per multiprocessor hides poorly."""
-MAX_NARROW_CONTEXT = 2048
-"""Contexts of narrow heads for which the persistent kernel is the slower one if there are enough tiles."""
-MAX_SMALL_TILE_CONTEXT = 1024
-"""Contexts of narrow heads for which the other kernel takes tiles of 64 rows."""
+MAX_NARROW_CONTEXT = 1024
+"""Contexts of narrow heads for which the persistent kernel is not the faster one if there are enough tiles."""
 MIN_NARROW_TILES = 2.0
 """Tiles of the persistent kernel per multiprocessor above which there are enough."""
 
@@ -66,6 +66,11 @@ def can_persist(keys: torch.Tensor, dtype: torch.dtype, group: int) -> bool:
         and block_size % persistent_prefill.RUN == 0
         and group <= PERSISTENT.block_m
     )
+
+
+def persistent_config(head_dim: int) -> PrefillConfig:
+    """Launch parameters of the persistent kernel."""
+    return PERSISTENT_NARROW if head_dim <= NARROW_HEAD_DIM else PERSISTENT
 
 
 def prefill_config(
@@ -88,8 +93,9 @@ def prefill_config(
 
     128 rows with 8 warps are two warp groups of Hopper's matrix instruction. Few new tokens, and float32, which runs
     without tensor cores, take smaller tiles. The first candidate whose queries, keys and values fit into shared memory
-    is chosen. The persistent kernel serves all but few new tokens, and all but many short contexts of narrow heads: 7
-    prompts of up to 512 tokens of 32/8 heads of 64 take 24.2 us instead of 30.2, one of 969 takes 18.8 instead of 26.2.
+    is chosen. The persistent kernel serves all but few new tokens, and all but many short contexts of narrow heads.
+    These take smaller tiles of the other kernel: on an H100, 26.2 us for 7 prompts of up to 512 tokens (32/8 heads of
+    64; 25.8 by the persistent kernel); but 34.0 for 2 of up to 1255 (27/9 heads; 31.1 by the persistent kernel).
     """
     wanted = [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)]
     if itemsize == 4:
@@ -99,9 +105,8 @@ def prefill_config(
     elif persistent:
         many = tiles_per_sm > MIN_NARROW_TILES
         if not (many and head_dim <= NARROW_HEAD_DIM and longest_context <= MAX_NARROW_CONTEXT):
-            return PERSISTENT
-        if longest_context <= MAX_SMALL_TILE_CONTEXT:
-            wanted = wanted[2:]
+            return persistent_config(head_dim)
+        wanted = wanted[2:]
     row_bytes = triton.next_power_of_2(head_dim) * itemsize
     min_m = max(16, triton.next_power_of_2(group))
     configs = [PrefillConfig(block_m=max(m, min_m), block_n=n, num_warps=w, num_stages=s) for m, n, w, s in wanted]

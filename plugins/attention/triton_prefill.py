@@ -57,7 +57,7 @@ class PrefillPlanner:
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, *, float8: bool = False) -> None:
         """float8: whether to use the float8 kernel, where `float8_prefill_refusal` has no objection."""
-        from engine.ops.attention.paged_prefill import PERSISTENT, can_persist
+        from engine.ops.attention.paged_prefill import can_persist, persistent_config
 
         self._spec = spec
         self._group = spec.num_heads // spec.num_kv_heads
@@ -68,7 +68,7 @@ class PrefillPlanner:
         self.widened_config: Any = None
         """Launch parameters for widened sequences; None: none is widened."""
         if pool.is_float8 and can_persist(torch.empty_like(keys[:0], dtype=dtype), dtype, self._group):
-            self.widened_config = PERSISTENT
+            self.widened_config = persistent_config(spec.head_dim)
         self._float8 = float8
         self._blocks_per_tile = 1
         """Blocks that are converted together, if any: a tile of keys of the float8 kernel, or a block."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from engine.ops.attention.paged_prefill import PERSISTENT, PrefillConfig, prefill_config, prefill_tiles
+from engine.ops.attention.paged_prefill import PrefillConfig, persistent_config, prefill_config, prefill_tiles
 
 from .prefill import check
 
@@ -106,7 +106,8 @@ def test_prefill_config_fits_shared_memory_and_at_least_one_token(
 
 
 def test_prefill_config_is_persistent_for_long_prompts_only() -> None:
-    assert prefill_config(17, 4, 128, 2, 233472, persistent=True) == PERSISTENT
+    for dim in (64, 128):
+        assert prefill_config(17, 4, dim, 2, 233472, persistent=True) == persistent_config(dim)
     assert prefill_config(16, 4, 128, 2, 233472, persistent=True) == prefill_config(16, 4, 128, 2, 233472)
 
 
@@ -114,9 +115,7 @@ def test_prefill_config_is_persistent_for_long_prompts_only() -> None:
     ("dim", "context", "tiles_per_sm", "block_m"),
     [
         (64, 1024, 2.1, 64),
-        (64, 1025, 2.1, 128),
-        (64, 2048, 9.0, 128),
-        (64, 2049, 9.0, None),
+        (64, 1025, 2.1, None),
         (64, 500, 2.0, None),
         (128, 500, 9.0, None),
     ],

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.ops.attention.paged_prefill import PERSISTENT, can_persist
+from engine.ops.attention.paged_prefill import can_persist, persistent_config
 
 from .prefill import check
 
@@ -64,7 +64,7 @@ PERSISTENT_EDGES = ((0, 1), (0, 64), (0, 65), (127, 1), (127, 130), (128, 33), (
 @pytest.mark.parametrize(("page", "dtype"), [(8, torch.float16), (16, torch.bfloat16), (256, torch.bfloat16)])
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (2, 128), (4, 128), (7, 64), (128, 128)])
 def test_kernel_is_correct_at_tile_edges(group: int, dim: int, page: int, dtype: torch.dtype) -> None:
-    check(PERSISTENT_EDGES, heads=(2 * group, 2), dim=dim, config=PERSISTENT, dtype=dtype, block_size=page)
+    check(PERSISTENT_EDGES, heads=(2 * group, 2), dim=dim, config=persistent_config(dim), dtype=dtype, block_size=page)
 
 
 @pytest.mark.gpu
@@ -76,7 +76,7 @@ def test_kernel_handles_windows_and_soft_caps(window: int | None, softcap: float
         PERSISTENT_EDGES,
         heads=(8, 2),
         dim=128,
-        config=PERSISTENT,
+        config=persistent_config(128),
         dtype=torch.bfloat16,
         window=window,
         softcap=softcap,
@@ -91,7 +91,13 @@ def test_kernel_handles_windows_and_soft_caps(window: int | None, softcap: float
 def test_kernel_adds_sinks(group: int, dim: int, window: int | None) -> None:
     heads = (2 * group, 2)
     check(
-        PERSISTENT_EDGES, heads=heads, dim=dim, config=PERSISTENT, dtype=torch.bfloat16, window=window, has_sinks=True
+        PERSISTENT_EDGES,
+        heads=heads,
+        dim=dim,
+        config=persistent_config(dim),
+        dtype=torch.bfloat16,
+        window=window,
+        has_sinks=True,
     )
 
 
@@ -99,7 +105,13 @@ def test_kernel_adds_sinks(group: int, dim: int, window: int | None) -> None:
 @pytest.mark.usefixtures("hopper")
 def test_kernel_is_correct_in_many_turns_repeatedly() -> None:
     for _ in range(3):
-        check(((0, 3000), (700, 2000), (5, 1)), heads=(16, 8), dim=128, config=PERSISTENT, dtype=torch.bfloat16)
+        check(
+            ((0, 3000), (700, 2000), (5, 1)),
+            heads=(16, 8),
+            dim=128,
+            config=persistent_config(128),
+            dtype=torch.bfloat16,
+        )
 
 
 @pytest.mark.gpu

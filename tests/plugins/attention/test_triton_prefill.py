@@ -14,7 +14,7 @@ from engine.core.attention import AttentionSpec, KVPool
 from engine.core.config.structure import structure_options
 from engine.core.errors import ConfigError
 from engine.core.quant import FLOAT8
-from engine.ops.attention.paged_prefill import PERSISTENT, PrefillConfig
+from engine.ops.attention.paged_prefill import PrefillConfig, persistent_config
 from engine.ops.common.launch import has_wgmma
 from engine.plugins.attention.triton import TritonAttention
 from engine.plugins.attention.triton_options import TritonOptions, float8_prefill_refusal
@@ -207,7 +207,7 @@ def test_long_prompts_over_a_float8_cache_equal_dense_attention(
         sliding_windows=windows,
     )
     pool = KVPool(spec, 4, "cuda")
-    wanted = PERSISTENT if has_wgmma(pool.keys[0].device) else None
+    wanted = persistent_config(dim) if has_wgmma(pool.keys[0].device) else None
     assert PrefillPlanner(spec, pool).widened_config == wanted
     suite.check(spec, ((700, 1), (0, 1000), (900, 300), (10, 5)))
 
