@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from engine.ops.attention.common import capped, score_factor
 from engine.ops.attention.persistent_steps import (
     begin_step,
+    count_turns,
     find_first_key,
     item_of_turn,
     key_ranges,
@@ -49,20 +50,23 @@ _COPIED_ROWS = gl.constexpr(32)  # rows of queries per copy, so that addresses f
 
 
 @gluon.jit
-def _copy_queries(q, q_stride, part, row, tokens, head, GROUP_SIZE: gl.constexpr):
-    """Copy a tile's queries into `part`, [BLOCK_M, HEAD_DIM]; zeros beyond the tile's tokens."""
-    BLOCK_M: gl.constexpr = part.shape[0]
-    HEAD_DIM: gl.constexpr = part.shape[1]
+def _copy_queries(q, q_stride, halves, row, tokens, head, GROUP_SIZE: gl.constexpr):
+    """Copy a tile's queries into `halves`, [2, BLOCK_M // 2, HEAD_DIM]; zeros beyond the tile's tokens."""
+    HALF_M: gl.constexpr = halves.shape[1]
+    HEAD_DIM: gl.constexpr = halves.shape[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [gl.num_warps(), 1], [1, 0])
     columns = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout)), 0)
-    for begin in gl.static_range(0, BLOCK_M, _COPIED_ROWS):
-        rows = begin + gl.arange(0, _COPIED_ROWS, gl.SliceLayout(1, layout))
-        offs = (row + rows // GROUP_SIZE).to(gl.int64) * q_stride + (head * GROUP_SIZE + rows % GROUP_SIZE) * HEAD_DIM
-        gluon_copies.load(
-            part.slice(begin, _COPIED_ROWS),
-            q + gl.expand_dims(offs, 1) + columns,
-            mask=gl.expand_dims(rows < tokens * GROUP_SIZE, 1),
-        )
+    for half in range(2):  # not unrolled, or divisions of all rows would be kept in registers, which are few
+        part = halves.index(half)
+        for begin in gl.static_range(0, HALF_M, _COPIED_ROWS):
+            rows = half * HALF_M + begin + gl.arange(0, _COPIED_ROWS, gl.SliceLayout(1, layout))
+            offs = (row + rows // GROUP_SIZE).to(gl.int64) * q_stride
+            offs += (head * GROUP_SIZE + rows % GROUP_SIZE) * HEAD_DIM
+            gluon_copies.load(
+                part.slice(begin, _COPIED_ROWS),
+                q + gl.expand_dims(offs, 1) + columns,
+                mask=gl.expand_dims(rows < tokens * GROUP_SIZE, 1),
+            )
 
 
 @gluon.jit
@@ -102,7 +106,7 @@ def _copy(
 ):  # fmt: skip
     """The warps that copy queries, keys and values into shared memory."""
     q, keys, values, tables, tiles, q_stride, table_stride, window, items = arguments
-    q_tile, k_stages, v_stages, q_filled, q_free, filled, free, _ = shared
+    q_halves, k_stages, v_stages, q_filled, q_free, filled, free, _ = shared
     STAGES: gl.constexpr = k_stages.shape[0]
     BLOCK_N: gl.constexpr = k_stages.shape[1]
     HEAD_DIM: gl.constexpr = k_stages.shape[2]
@@ -113,44 +117,43 @@ def _copy(
     item = item_of_turn(0, programs)
     sequence, first_position, row, tokens = tile_of_item(tiles, item, items, KV_HEADS)
     step = 0
-    for turn in range(gl.cdiv(items, programs)):
+    for turn in range(count_turns(items, programs)):
         next_item = item_of_turn(turn + 1, programs)
         next_sequence, next_first_position, next_row, next_tokens = tile_of_item(tiles, next_item, items, KV_HEADS)
-        if item < items:
-            head = item % KV_HEADS
-            first_key = find_first_key(first_position, window, WINDOWED)
-            begin = first_key // BLOCK_N * BLOCK_N
-            end = first_position + tokens
-            table = tables + sequence.to(gl.int64) * table_stride
-            positions = begin + runs
-            block_ids = gl.load(table + positions // BLOCK_SIZE, mask=positions < end, other=0)
-            mbarrier.wait(q_free.index(0), (turn & 1) ^ 1)
-            _copy_queries(q, q_stride, q_tile, row, tokens, head, GROUP_SIZE)
-            async_copy.mbarrier_arrive(q_filled.index(0), increment_count=False)
-            at = (block_ids.to(gl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
-            at_before = gl.zeros_like(at)  # a separate value, or the loop would not carry it
-            for start_n in range(begin, end + BLOCK_N, BLOCK_N):
-                next_positions = positions + BLOCK_N
-                block_ids = gl.load(table + next_positions // BLOCK_SIZE, mask=next_positions < end, other=0)
-                stage = step % STAGES
-                mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
-                if start_n > begin:
-                    part = v_stages.index(stage)
-                    _copy_block(
-                        values, at_before, positions - BLOCK_N, start_n - BLOCK_N, first_key, end, start_n <= end, head,
-                        part, KV_HEADS, WINDOWED, layout,
-                    )  # fmt: skip
-                if start_n < end:
-                    part = k_stages.index(stage)
-                    _copy_block(
-                        keys, at, positions, start_n, first_key, end, start_n + BLOCK_N <= end, head,
-                        part, KV_HEADS, WINDOWED, layout,
-                    )  # fmt: skip
-                async_copy.mbarrier_arrive(filled.index(stage), increment_count=False)
-                at_before = at
-                at = (block_ids.to(gl.int64) * BLOCK_SIZE + next_positions % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
-                positions = next_positions
-                step += 1
+        head = item % KV_HEADS
+        first_key = find_first_key(first_position, window, WINDOWED)
+        begin = first_key // BLOCK_N * BLOCK_N
+        end = first_position + tokens
+        table = tables + sequence.to(gl.int64) * table_stride
+        positions = begin + runs
+        block_ids = gl.load(table + positions // BLOCK_SIZE, mask=positions < end, other=0)
+        mbarrier.wait(q_free.index(0), (turn & 1) ^ 1)
+        _copy_queries(q, q_stride, q_halves, row, tokens, head, GROUP_SIZE)
+        async_copy.mbarrier_arrive(q_filled.index(0), increment_count=False)
+        at = (block_ids.to(gl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
+        at_before = gl.zeros_like(at)  # a separate value, or the loop would not carry it
+        for start_n in range(begin, end + BLOCK_N, BLOCK_N):
+            next_positions = positions + BLOCK_N
+            block_ids = gl.load(table + next_positions // BLOCK_SIZE, mask=next_positions < end, other=0)
+            stage = step % STAGES
+            mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+            if start_n > begin:
+                part = v_stages.index(stage)
+                _copy_block(
+                    values, at_before, positions - BLOCK_N, start_n - BLOCK_N, first_key, end, start_n <= end, head,
+                    part, KV_HEADS, WINDOWED, layout,
+                )  # fmt: skip
+            if start_n < end:
+                part = k_stages.index(stage)
+                _copy_block(
+                    keys, at, positions, start_n, first_key, end, start_n + BLOCK_N <= end, head,
+                    part, KV_HEADS, WINDOWED, layout,
+                )  # fmt: skip
+            async_copy.mbarrier_arrive(filled.index(stage), increment_count=False)
+            at_before = at
+            at = (block_ids.to(gl.int64) * BLOCK_SIZE + next_positions % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
+            positions = next_positions
+            step += 1
         item, sequence, first_position = next_item, next_sequence, next_first_position
         row, tokens = next_row, next_tokens
 
@@ -206,71 +209,69 @@ def _attend(
 ):  # fmt: skip
     """The warps that multiply; HALF: 0 for the first half of a tile's rows, 1 for the second."""
     out, tiles, sinks, out_stride, scale, softcap, window, value_scale, items = arguments
-    q_tile, k_stages, v_stages, q_filled, q_free, _, free, turn_barriers = shared
+    q_halves, k_stages, v_stages, q_filled, q_free, _, free, turn_barriers = shared
     BLOCK_N: gl.constexpr = k_stages.shape[1]
     HEAD_DIM: gl.constexpr = k_stages.shape[2]
-    HALF_M: gl.constexpr = q_tile.shape[0] // 2
+    HALF_M: gl.constexpr = q_halves.shape[1]
     qk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM, 16])
-    q = q_tile.slice(HALF * HALF_M, HALF_M)
+    q = q_halves.index(HALF)
     rows = HALF * HALF_M + gl.arange(0, HALF_M, gl.SliceLayout(1, qk_layout))
     zeros = gl.zeros([HALF_M, BLOCK_N], gl.float32, qk_layout)
     programs = gl.num_programs(0)
     item = item_of_turn(0, programs)
     _, first_position, row, tokens = tile_of_item(tiles, item, items, KV_HEADS)
     step = 0
-    for turn in range(gl.cdiv(items, programs)):
+    for turn in range(count_turns(items, programs)):
+        head = item % KV_HEADS
+        begin = find_first_key(first_position, window, WINDOWED) // BLOCK_N * BLOCK_N
+        end = first_position + tokens
+        last, whole = key_ranges(begin, end, first_position, BLOCK_N, HALF * HALF_M // GROUP_SIZE, WINDOWED)
+        q_positions = first_position + rows // GROUP_SIZE
+        # Finite, so that a row that sees no key of a block does not compute inf - inf.
+        m_i = gl.full([HALF_M], -1e30, gl.float32, gl.SliceLayout(1, qk_layout))
+        l_i = gl.zeros([HALF_M], gl.float32, gl.SliceLayout(1, qk_layout))
+        acc = gl.zeros([HALF_M, HEAD_DIM], gl.float32, acc_layout)
+
+        mbarrier.wait(q_filled.index(0), turn & 1)
+        stage = begin_step(shared, step, HALF)
+        fence_async_shared()  # what threads copied, which wgmma reads; TMA would need none
+        qk = warpgroup_mma(q, k_stages.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.arrive(turn_barriers.index(1 - HALF), count=1)
+        # Loaded here, so that the product hides the latency.
         next_item = item_of_turn(turn + 1, programs)
         _, next_first_position, next_row, next_tokens = tile_of_item(tiles, next_item, items, KV_HEADS)
-        if item < items:
-            head = item % KV_HEADS
-            begin = find_first_key(first_position, window, WINDOWED) // BLOCK_N * BLOCK_N
-            end = first_position + tokens
-            last, whole = key_ranges(begin, end, first_position, BLOCK_N, HALF * HALF_M // GROUP_SIZE, WINDOWED)
-            q_positions = first_position + rows // GROUP_SIZE
-            # Finite, so that a row that sees no key of a block does not compute inf - inf.
-            m_i = gl.full([HALF_M], -1e30, gl.float32, gl.SliceLayout(1, qk_layout))
-            l_i = gl.zeros([HALF_M], gl.float32, gl.SliceLayout(1, qk_layout))
-            acc = gl.zeros([HALF_M, HEAD_DIM], gl.float32, acc_layout)
-
-            mbarrier.wait(q_filled.index(0), turn & 1)
-            stage = begin_step(shared, step, HALF)
-            fence_async_shared()  # what threads copied, which wgmma reads; TMA would need none
-            qk = warpgroup_mma(q, k_stages.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            mbarrier.arrive(turn_barriers.index(1 - HALF), count=1)
-            qk = warpgroup_mma_wait(0, deps=[qk])
-            mbarrier.arrive(free.index(stage), count=1)
+        qk = warpgroup_mma_wait(0, deps=[qk])
+        mbarrier.arrive(free.index(stage), count=1)
+        step += 1
+        for start_n in range(begin, whole, BLOCK_N):
+            acc, qk, m_i, l_i = _advance(
+                q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window,
+                HALF, WINDOWED, SOFTCAP, False,
+            )  # fmt: skip
             step += 1
-            for start_n in range(begin, whole, BLOCK_N):
-                acc, qk, m_i, l_i = _advance(
-                    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window,
-                    HALF, WINDOWED, SOFTCAP, False,
-                )  # fmt: skip
-                step += 1
-            for start_n in range(whole, last, BLOCK_N):
-                acc, qk, m_i, l_i = _advance(
-                    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window,
-                    HALF, WINDOWED, SOFTCAP, True,
-                )  # fmt: skip
-                step += 1
-            mbarrier.arrive(q_free.index(0), count=1)
-            p, m_i, l_i, alpha = _soften(
-                qk, m_i, l_i, q_positions, last, scale, softcap, window, WINDOWED, SOFTCAP, True
-            )
-            if SINKS:
-                sink = gl.load(sinks + head * GROUP_SIZE + rows % GROUP_SIZE)
-                l_i += gl.exp2(sink * 1.4426950408889634 - m_i)
-            acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout)), 1)
-            left = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, acc_layout, 2))
-            stage = begin_step(shared, step, HALF)
-            fence_async_shared()
-            acc = warpgroup_mma(left, v_stages.index(stage), acc, is_async=True)
-            mbarrier.arrive(turn_barriers.index(1 - HALF), count=1)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(free.index(stage), count=1)
+        for start_n in range(whole, last, BLOCK_N):
+            acc, qk, m_i, l_i = _advance(
+                q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window,
+                HALF, WINDOWED, SOFTCAP, True,
+            )  # fmt: skip
             step += 1
+        mbarrier.arrive(q_free.index(0), count=1)
+        p, m_i, l_i, alpha = _soften(qk, m_i, l_i, q_positions, last, scale, softcap, window, WINDOWED, SOFTCAP, True)
+        if SINKS:
+            sink = gl.load(sinks + head * GROUP_SIZE + rows % GROUP_SIZE)
+            l_i += gl.exp2(sink * 1.4426950408889634 - m_i)
+        acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout)), 1)
+        left = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+        stage = begin_step(shared, step, HALF)
+        fence_async_shared()
+        acc = warpgroup_mma(left, v_stages.index(stage), acc, is_async=True)
+        mbarrier.arrive(turn_barriers.index(1 - HALF), count=1)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(free.index(stage), count=1)
+        step += 1
 
-            store_rows(out, acc, l_i, row, tokens, head, out_stride, value_scale, HALF, GROUP_SIZE)
+        store_rows(out, acc, l_i, row, tokens, head, out_stride, value_scale, HALF, GROUP_SIZE)
         item, first_position, row, tokens = next_item, next_first_position, next_row, next_tokens
 
 
@@ -284,7 +285,7 @@ def _prefill_kernel(
     """items: tiles times KV_HEADS. Grid: programs, at most one per item. Other arguments as in paged_prefill."""
     dtype: gl.constexpr = q.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q_tile = gl.allocate_shared_memory(dtype, [BLOCK_M, HEAD_DIM], swizzled)
+    q_halves = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, HEAD_DIM], swizzled)
     k_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], swizzled)
     v_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], swizzled)
     q_filled = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -300,7 +301,7 @@ def _prefill_kernel(
         mbarrier.init(free.index(stage), count=2)
     for half in gl.static_range(2):
         mbarrier.init(turn_barriers.index(half), count=1)
-    shared = (q_tile, k_stages, v_stages, q_filled, q_free, filled, free, turn_barriers)
+    shared = (q_halves, k_stages, v_stages, q_filled, q_free, filled, free, turn_barriers)
     wait(PDL)
     release(PDL)
     attended = (out, tiles, sinks, out_stride, scale, softcap, window, value_scale, items)

@@ -18,6 +18,13 @@ def item_of_turn(turn, programs):
 
 
 @gluon.jit
+def count_turns(items, programs):
+    """The number of work items that this program processes."""
+    turns = gl.cdiv(items, programs)
+    return gl.where(item_of_turn(turns - 1, programs) < items, turns, turns - 1)
+
+
+@gluon.jit
 def tile_of_item(tiles, item, items, KV_HEADS: gl.constexpr):
     """Sequence of an item, position and row of q of its first token, and number of tokens."""
     tile = tiles + item // KV_HEADS * 4
