@@ -33,7 +33,9 @@ from engine.ops.attention.persistent_steps import (
     item_of_turn,
     key_ranges,
     masked,
+    row_maxima,
     store_rows,
+    thread_sums,
     tile_of_item,
 )
 from engine.ops.common import gluon_copies
@@ -165,17 +167,18 @@ def _soften(
 ):  # fmt: skip
     """Online softmax of the scores of the block from `start_n` on; without MASKED every row sees the whole block.
 
-    Returns p, the new m_i and l_i, and alpha, the factor on the previous accumulator.
+    l_i: sums by thread, [rows, 4]. Returns p, the new m_i and l_i, and alpha, the factor on the previous accumulator.
     """
     factor = score_factor(scale, SOFTCAP)
     if SOFTCAP:
         qk = capped(qk * scale, softcap)
     if MASKED:
         qk = masked(qk, q_positions, start_n, window, WINDOWED)
-    m_new = gl.maximum(m_i, gl.max(qk, 1) * factor)
+    m_new = gl.maximum(m_i, row_maxima(qk) * factor)
     p = gl.exp2(qk * factor - gl.expand_dims(m_new, 1))
     alpha = gl.exp2(m_i - m_new)
-    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
+    factors = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
+    return p, m_new, l_i * gl.expand_dims(factors, 1) + thread_sums(p), alpha
 
 
 @gluon.jit
@@ -230,7 +233,7 @@ def _attend(
         q_positions = first_position + rows // GROUP_SIZE
         # Finite, so that a row that sees no key of a block does not compute inf - inf.
         m_i = gl.full([HALF_M], -1e30, gl.float32, gl.SliceLayout(1, qk_layout))
-        l_i = gl.zeros([HALF_M], gl.float32, gl.SliceLayout(1, qk_layout))
+        l_i = thread_sums(zeros)
         acc = gl.zeros([HALF_M, HEAD_DIM], gl.float32, acc_layout)
 
         mbarrier.wait(q_filled.index(0), turn & 1)
@@ -258,6 +261,7 @@ def _attend(
             step += 1
         mbarrier.arrive(q_free.index(0), count=1)
         p, m_i, l_i, alpha = _soften(qk, m_i, l_i, q_positions, last, scale, softcap, window, WINDOWED, SOFTCAP, True)
+        l_i = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, qk_layout))
         if SINKS:
             sink = gl.load(sinks + head * GROUP_SIZE + rows % GROUP_SIZE)
             l_i += gl.exp2(sink * 1.4426950408889634 - m_i)

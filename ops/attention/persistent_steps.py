@@ -1,4 +1,4 @@
-"""What the persistent prefill kernels share: work items, ranges of keys, masks, turns of warp groups, results."""
+"""What the persistent prefill kernels share: items, ranges of keys, turns, masks and reductions of scores, results."""
 
 from __future__ import annotations
 
@@ -69,13 +69,33 @@ def begin_step(shared, step, HALF: gl.constexpr):
 
 
 @gluon.jit
+def split_by_thread(block):
+    """A wgmma result of [rows, columns] as [rows, columns / 8, 4, 2]: four threads share a row, two of eight columns
+    each."""
+    return block.reshape((block.shape[0], block.shape[1] // 8, 4, 2))
+
+
+@gluon.jit
+def row_maxima(qk):
+    """Maxima of the rows of a wgmma result. A thread's even and odd columns are two chains of instructions, not one."""
+    maxima = gl.max(gl.max(gl.max(split_by_thread(qk), 1), 2), 1)
+    return gl.convert_layout(maxima, gl.SliceLayout(1, qk.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def thread_sums(p):
+    """Sums of the columns that a thread has of each row of a wgmma result: [rows, 4]."""
+    return gl.sum(gl.sum(split_by_thread(p), 1), 2)
+
+
+@gluon.jit
 def masked(qk, q_positions, start_n, window, WINDOWED: gl.constexpr):
     """Minus infinity for the scores of keys that a row does not see, in the block from `start_n` on.
 
-    A thread has two of eight columns. Columns are split accordingly, so that a thread compares with constants.
+    Columns are split by thread, so that a thread compares with constants.
     """
     layout: gl.constexpr = qk.type.layout
-    split = qk.reshape((qk.shape[0], qk.shape[1] // 8, 4, 2))
+    split = split_by_thread(qk)
     of_split: gl.constexpr = split.type.layout
     of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, of_split)))
     of_eights: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, of_split)))

@@ -38,7 +38,7 @@ print(triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "launch
 """Compiles the kernel for Hopper without a GPU."""
 
 
-def test_kernel_has_both_products_of_a_step_in_flight_and_copies_and_stores_of_16_bytes() -> None:
+def test_kernel_has_both_products_of_a_step_in_flight_and_moves_16_bytes_at_once() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -53,6 +53,8 @@ def test_kernel_has_both_products_of_a_step_in_flight_and_copies_and_stores_of_1
     stores = [line for line in done.stdout.splitlines() if "st.global" in line]
     assert stores
     assert all(".v4.b32" in store for store in stores), stores[0]
+    # Two rows per thread among 4 threads, per half: the maximum in each of 3 softmaxes, and the sum at a tile's end.
+    assert done.stdout.count("shfl.sync.bfly") == 2 * (3 + 1) * 2 * 2
 
 
 # Edges of blocks of 128 keys, of tiles of 128 rows and their halves, and more tiles than multiprocessors.
