@@ -27,7 +27,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from engine.ops.attention.common import capped
 from engine.ops.attention.float8_tiles import TILE
 from engine.ops.attention.persistent_steps import (
-    begin_step,
     find_first_key,
     item_of_turn,
     key_ranges,
@@ -113,6 +112,16 @@ def _load(
 
 
 @gluon.jit
+def _begin_step(shared, step, HALF: gl.constexpr):
+    """Wait for the step's stage and for the turn of this half; return the stage."""
+    _, k_stages, _, _, _, filled, _, turn_barriers = shared
+    STAGES: gl.constexpr = k_stages.shape[0]
+    mbarrier.wait(filled.index(step % STAGES), step // STAGES & 1)
+    mbarrier.wait(turn_barriers.index(HALF), (step & 1) ^ (1 - HALF))
+    return step % STAGES
+
+
+@gluon.jit
 def _soften(
     qk, m_i, l_i, q_positions, start_n, scale, softcap, window,
     WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr,
@@ -154,7 +163,7 @@ def _advance(
     left = _operand(p, acc)
     no_scores = gl.zeros(qk.shape, gl.float32, qk_layout)
     no_sums = gl.zeros(acc.shape, gl.float32, acc_layout)
-    stage = begin_step(shared, step, HALF)
+    stage = _begin_step(shared, step, HALF)
     values = v_stages.index(stage).permute((1, 0))
     keys = k_stages.index(stage).permute((1, 0))
     pv = warpgroup_mma(left, values, no_sums, use_acc=False, is_async=True)
@@ -205,7 +214,7 @@ def _attend(
             mbarrier.wait(q_filled.index(turn % 2), turn // 2 & 1)
             q = q_tiles.index(turn % 2).slice(HALF * HALF_M, HALF_M)
             row_scale = scales.index(turn % 2).slice(HALF * HALF_M, HALF_M).load(row_layout) * scale
-            stage = begin_step(shared, step, HALF)
+            stage = _begin_step(shared, step, HALF)
             qk = warpgroup_mma(q, k_stages.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
             mbarrier.arrive(turn_barriers.index(1 - HALF), count=1)
             qk = warpgroup_mma_wait(0, deps=[qk])
@@ -233,7 +242,7 @@ def _attend(
             acc = acc * gl.expand_dims(gl.convert_layout(alpha, out_row_layout), 1)
             left = _operand(p, acc)
             no_sums = gl.zeros([HALF_M, HEAD_DIM], gl.float32, acc_layout)
-            stage = begin_step(shared, step, HALF)
+            stage = _begin_step(shared, step, HALF)
             pv = warpgroup_mma(left, v_stages.index(stage).permute((1, 0)), no_sums, use_acc=False, is_async=True)
             mbarrier.arrive(turn_barriers.index(1 - HALF), count=1)
             acc += warpgroup_mma_wait(0, deps=[pv])

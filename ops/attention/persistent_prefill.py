@@ -2,8 +2,9 @@
 
 There is one program per multiprocessor; each works through several tiles (see paged_prefill). Its warps are in three
 groups. One group copies queries, keys and values from the cache's blocks; it runs ahead of the others by some stages,
-at the end of a tile into the next one. The two other groups multiply, each for half of the rows, and take turns: while
-the tensor cores work for one, the other computes exponentials (Shah et al. 2024, "FlashAttention-3").
+at the end of a tile into the next one. The two other groups multiply, each for half of the rows: while the tensor cores
+work for one, the other computes exponentials (Shah et al. 2024, "FlashAttention-3"). Making them alternate by barriers
+gained nothing.
 
 A tile with n blocks of keys has n + 1 steps. Step s multiplies the queries with the keys of block s, and the softmax
 of step s - 1 with the values of block s - 1; a stage holds just these keys and values. Copying takes issue slots from
@@ -27,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from engine.ops.attention.common import capped, score_factor
 from engine.ops.attention.persistent_steps import (
-    begin_step,
     count_turns,
     find_first_key,
     item_of_turn,
@@ -108,7 +108,7 @@ def _copy(
 ):  # fmt: skip
     """The warps that copy queries, keys and values into shared memory."""
     q, keys, values, tables, tiles, q_stride, table_stride, window, items = arguments
-    q_halves, k_stages, v_stages, q_filled, q_free, filled, free, _ = shared
+    q_halves, k_stages, v_stages, q_filled, q_free, filled, free = shared
     STAGES: gl.constexpr = k_stages.shape[0]
     BLOCK_N: gl.constexpr = k_stages.shape[1]
     HEAD_DIM: gl.constexpr = k_stages.shape[2]
@@ -162,12 +162,12 @@ def _copy(
 
 @gluon.jit
 def _soften(
-    qk, m_i, l_i, q_positions, start_n, scale, softcap, window,
+    qk, acc, m_i, l_i, q_positions, start_n, scale, softcap, window,
     WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Online softmax of the scores of the block from `start_n` on; without MASKED every row sees the whole block.
 
-    l_i: sums by thread, [rows, 4]. Returns p, the new m_i and l_i, and alpha, the factor on the previous accumulator.
+    l_i: sums by thread, [rows, 4]. Returns p, the rescaled acc, and the new m_i and l_i.
     """
     factor = score_factor(scale, SOFTCAP)
     if SOFTCAP:
@@ -175,31 +175,46 @@ def _soften(
     if MASKED:
         qk = masked(qk, q_positions, start_n, window, WINDOWED)
     m_new = gl.maximum(m_i, row_maxima(qk) * factor)
-    p = gl.exp2(qk * factor - gl.expand_dims(m_new, 1))
+    # Before p, so that the products are computed while p waits for the unit of exponentials.
     alpha = gl.exp2(m_i - m_new)
-    factors = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
-    return p, m_new, l_i * gl.expand_dims(factors, 1) + thread_sums(p), alpha
+    acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout)), 1)
+    l_i = l_i * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout)), 1)
+    p = gl.exp2(qk * factor - gl.expand_dims(m_new, 1))
+    return p, acc, m_new, l_i + thread_sums(p)
+
+
+@gluon.jit
+def _wait_for_stage(shared, step):
+    """Wait for the keys and values of a step."""
+    _, k_stages, _, _, _, filled, _ = shared
+    STAGES: gl.constexpr = k_stages.shape[0]
+    mbarrier.wait(filled.index(step % STAGES), step // STAGES & 1)
+    fence_async_shared()  # what threads copied, which wgmma reads; TMA would need none
 
 
 @gluon.jit
 def _advance(
     q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window,
-    HALF: gl.constexpr, WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr,
+    WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Compute a step that is not the last; qk: scores of the previous step, of the block from `start_n` on."""
-    _, k_stages, v_stages, _, _, _, free, turn_barriers = shared
+    _, k_stages, v_stages, _, _, _, free = shared
+    STAGES: gl.constexpr = k_stages.shape[0]
+    WAITS_EARLY: gl.constexpr = STAGES > 2  # with two stages, a copy takes about as long as the softmax
+    stage = step % STAGES
     qk_layout: gl.constexpr = qk.type.layout
-    lines: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    p, m_i, l_i, alpha = _soften(qk, m_i, l_i, q_positions, start_n, scale, softcap, window, WINDOWED, SOFTCAP, MASKED)
-    acc = acc * gl.expand_dims(gl.convert_layout(alpha, lines), 1)
+    if WAITS_EARLY:
+        _wait_for_stage(shared, step)
+    p, acc, m_i, l_i = _soften(
+        qk, acc, m_i, l_i, q_positions, start_n, scale, softcap, window, WINDOWED, SOFTCAP, MASKED
+    )
     left = gl.convert_layout(p.to(q.dtype), operand)
     zeros = gl.zeros(qk.shape, gl.float32, qk_layout)
-    stage = begin_step(shared, step, HALF)
-    fence_async_shared()
+    if not WAITS_EARLY:
+        _wait_for_stage(shared, step)
     acc = warpgroup_mma(left, v_stages.index(stage), acc, is_async=True)
     qk = warpgroup_mma(q, k_stages.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.arrive(turn_barriers.index(1 - HALF), count=1)
     acc, qk = warpgroup_mma_wait(0, deps=[acc, qk])
     mbarrier.arrive(free.index(stage), count=1)
     return acc, qk, m_i, l_i
@@ -212,8 +227,9 @@ def _attend(
 ):  # fmt: skip
     """The warps that multiply; HALF: 0 for the first half of a tile's rows, 1 for the second."""
     out, tiles, sinks, out_stride, scale, softcap, window, value_scale, items = arguments
-    q_halves, k_stages, v_stages, q_filled, q_free, _, free, turn_barriers = shared
+    q_halves, k_stages, v_stages, q_filled, q_free, _, free = shared
     BLOCK_N: gl.constexpr = k_stages.shape[1]
+    STAGES: gl.constexpr = k_stages.shape[0]
     HEAD_DIM: gl.constexpr = k_stages.shape[2]
     HALF_M: gl.constexpr = q_halves.shape[1]
     qk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
@@ -237,10 +253,9 @@ def _attend(
         acc = gl.zeros([HALF_M, HEAD_DIM], gl.float32, acc_layout)
 
         mbarrier.wait(q_filled.index(0), turn & 1)
-        stage = begin_step(shared, step, HALF)
-        fence_async_shared()  # what threads copied, which wgmma reads; TMA would need none
+        _wait_for_stage(shared, step)
+        stage = step % STAGES
         qk = warpgroup_mma(q, k_stages.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        mbarrier.arrive(turn_barriers.index(1 - HALF), count=1)
         # Loaded here, so that the product hides the latency.
         next_item = item_of_turn(turn + 1, programs)
         _, next_first_position, next_row, next_tokens = tile_of_item(tiles, next_item, items, KV_HEADS)
@@ -250,27 +265,27 @@ def _attend(
         for start_n in range(begin, whole, BLOCK_N):
             acc, qk, m_i, l_i = _advance(
                 q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window,
-                HALF, WINDOWED, SOFTCAP, False,
+                WINDOWED, SOFTCAP, False,
             )  # fmt: skip
             step += 1
         for start_n in range(whole, last, BLOCK_N):
             acc, qk, m_i, l_i = _advance(
                 q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window,
-                HALF, WINDOWED, SOFTCAP, True,
+                WINDOWED, SOFTCAP, True,
             )  # fmt: skip
             step += 1
         mbarrier.arrive(q_free.index(0), count=1)
-        p, m_i, l_i, alpha = _soften(qk, m_i, l_i, q_positions, last, scale, softcap, window, WINDOWED, SOFTCAP, True)
+        p, acc, m_i, l_i = _soften(
+            qk, acc, m_i, l_i, q_positions, last, scale, softcap, window, WINDOWED, SOFTCAP, True
+        )
         l_i = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, qk_layout))
         if SINKS:
             sink = gl.load(sinks + head * GROUP_SIZE + rows % GROUP_SIZE)
             l_i += gl.exp2(sink * 1.4426950408889634 - m_i)
-        acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout)), 1)
         left = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, acc_layout, 2))
-        stage = begin_step(shared, step, HALF)
-        fence_async_shared()
+        _wait_for_stage(shared, step)
+        stage = step % STAGES
         acc = warpgroup_mma(left, v_stages.index(stage), acc, is_async=True)
-        mbarrier.arrive(turn_barriers.index(1 - HALF), count=1)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(free.index(stage), count=1)
         step += 1
@@ -296,16 +311,13 @@ def _prefill_kernel(
     q_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn_barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     # Each copying thread arrives when its copies are complete; of a multiplying group, one thread arrives for all.
     mbarrier.init(q_filled.index(0), count=128)
     mbarrier.init(q_free.index(0), count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(filled.index(stage), count=128)
         mbarrier.init(free.index(stage), count=2)
-    for half in gl.static_range(2):
-        mbarrier.init(turn_barriers.index(half), count=1)
-    shared = (q_halves, k_stages, v_stages, q_filled, q_free, filled, free, turn_barriers)
+    shared = (q_halves, k_stages, v_stages, q_filled, q_free, filled, free)
     wait(PDL)
     release(PDL)
     attended = (out, tiles, sinks, out_stride, scale, softcap, window, value_scale, items)

@@ -1,10 +1,9 @@
-"""What the persistent prefill kernels share: items, ranges of keys, turns, masks and reductions of scores, results."""
+"""What the persistent prefill kernels share: work items, ranges of keys, masks and reductions of scores, results."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
@@ -56,16 +55,6 @@ def key_ranges(begin, end, first_position, BLOCK_N: gl.constexpr, TOKENS: gl.con
     if not WINDOWED:
         whole = gl.minimum((first_position + TOKENS + 1) // BLOCK_N * BLOCK_N, last)
     return last, whole
-
-
-@gluon.jit
-def begin_step(shared, step, HALF: gl.constexpr):
-    """Wait for the step's stage and for the turn of this half; return the stage."""
-    _, k_stages, _, _, _, filled, _, turn_barriers = shared
-    STAGES: gl.constexpr = k_stages.shape[0]
-    mbarrier.wait(filled.index(step % STAGES), step // STAGES & 1)
-    mbarrier.wait(turn_barriers.index(HALF), (step & 1) ^ (1 - HALF))
-    return step % STAGES
 
 
 @gluon.jit
