@@ -7,7 +7,8 @@ batches are balanced. If a sequence lies within a range, its program writes the 
 the programs leave partial results in a workspace, and the last of them to finish merges the parts (paged_decode_merge).
 
 A program with the end of one sequence and the start of another finishes late, because it fills its pipeline twice. If
-there are few sequences, the list is therefore padded so that each of them starts at the start of a range.
+there are few sequences, the list is therefore padded so that each of them starts at the start of a range, unless that
+makes all ranges much longer.
 
 The query heads of a KV head are the rows (M) of the matrix products, so keys and values are read once for all of them.
 A float8 cache with 16-bit queries has its own loop (paged_decode_float8) and launch parameters (paged_decode_config).
@@ -23,10 +24,10 @@ from engine.ops.attention.common import add_sinks, as_type, capped, score_factor
 from engine.ops.attention.paged_decode_config import FLOAT8_MIN_M, MIN_M, DecodeConfig
 from engine.ops.attention.paged_decode_float8 import attend_float8
 from engine.ops.attention.paged_decode_merge import DecodeWorkspace, merge_parts, merge_size
-from engine.ops.common.launch import dependent_launch, prefetch_line, release, wait
+from engine.ops.common.launch import dependent_launch, prefetch_lines_where, release, wait
 
 MIN_PARTS = tl.constexpr(4)
-"""With at least this many programs per sequence, no range has tiles of two sequences."""
+"""With at least this many programs per sequence, ranges may be padded, so that none has tiles of two sequences."""
 LINE_BYTES = tl.constexpr(128)
 """Size of a line of the L2 cache."""
 
@@ -159,11 +160,15 @@ def _decode_kernel(
     num_tiles = tl.sum(tile_counts, 0)
     tiles_per_program = tl.cdiv(num_tiles, num_programs)
     if num_sequences * MIN_PARTS <= num_programs:
-        # Pad every sequence to whole ranges, as short as the number of programs allows, or nearly.
-        while tl.sum(tl.cdiv(tile_counts, tiles_per_program), 0) > num_programs:
-            tiles_per_program += tl.cdiv(tiles_per_program, 32)
-        tile_counts = tl.cdiv(tile_counts, tiles_per_program) * tiles_per_program
-        num_tiles = tl.sum(tile_counts, 0)
+        # Pad every sequence to whole ranges, as short as the number of programs allows, or nearly; but not if that
+        # makes ranges more than a quarter longer.
+        range_tiles = tiles_per_program
+        while tl.sum(tl.cdiv(tile_counts, range_tiles), 0) > num_programs:
+            range_tiles += tl.cdiv(range_tiles, 32)
+        if range_tiles * 4 <= tiles_per_program * 5:
+            tiles_per_program = range_tiles
+            tile_counts = tl.cdiv(tile_counts, tiles_per_program) * tiles_per_program
+            num_tiles = tl.sum(tile_counts, 0)
     tile_ends = tl.cumsum(tile_counts, 0)
     range_start = program * tiles_per_program
     range_end = tl.minimum(range_start + tiles_per_program, num_tiles)
@@ -323,5 +328,5 @@ def _prefetch_tile(
     slots = block_ids.to(tl.int64) * BLOCK_SIZE + k_positions % BLOCK_SIZE
     at = slots[:, None] * (KV_HEADS * FOLDED_DIM) + head * FOLDED_DIM + offs_d[None, :]
     mask = visible[:, None] & (offs_d < FOLDED_DIM)[None, :]
-    prefetch_line(k_cache_ptr + at, mask)
-    prefetch_line(v_cache_ptr + at, mask)
+    prefetch_lines_where(mask, k_cache_ptr + at)
+    prefetch_lines_where(mask, v_cache_ptr + at)

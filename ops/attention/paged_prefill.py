@@ -43,13 +43,8 @@ class PrefillConfig:
 PERSISTENT = PrefillConfig(block_m=128, block_n=128, num_warps=4, num_stages=2, persistent=True)
 """The fastest, or nearly, of those that benchmarks/attention.py --tune tries, on an H200."""
 PERSISTENT_NARROW = evolve(PERSISTENT, num_stages=4)
-"""The same for narrow heads."""
+"""For heads of up to NARROW_HEAD_DIM, whose blocks are small enough for four stages."""
 NARROW_HEAD_DIM = 64
-"""Heads up to this size multiply little per exponential, which one program per multiprocessor hides poorly."""
-MAX_NARROW_CONTEXT = 1024
-"""Contexts of narrow heads for which the persistent kernel is not the faster one if there are enough tiles."""
-MIN_NARROW_TILES = 2.0
-"""Tiles of the persistent kernel per multiprocessor above which there are enough."""
 
 
 def can_persist(keys: torch.Tensor, dtype: torch.dtype, group: int) -> bool:
@@ -81,21 +76,17 @@ def prefill_config(
     shared_memory: int,
     *,
     persistent: bool = False,
-    longest_context: int = 0,
-    tiles_per_sm: float = 0.0,
 ) -> PrefillConfig:
     """Choose the launch parameters.
 
     longest: maximum number of new tokens per sequence; group: query heads per KV head; itemsize: bytes per number;
-    shared_memory: bytes per multiprocessor; persistent: the result of `can_persist`;
-    longest_context: maximum number of keys per sequence; tiles_per_sm: of `PERSISTENT`, of all KV heads, per
-    multiprocessor. The last two matter only if `persistent`.
+    shared_memory: bytes per multiprocessor; persistent: the result of `can_persist`.
 
     128 rows with 8 warps are two warp groups of Hopper's matrix instruction. Few new tokens, and float32, which runs
     without tensor cores, take smaller tiles. The first candidate whose queries, keys and values fit into shared memory
-    is chosen. The persistent kernel serves all but few new tokens, and all but many short contexts of narrow heads.
-    These take smaller tiles of the other kernel: on an H100, 26.2 us for 7 prompts of up to 512 tokens (32/8 heads of
-    64; 25.8 by the persistent kernel); but 34.0 for 2 of up to 1255 (27/9 heads; 31.1 by the persistent kernel).
+    is chosen. The persistent kernel serves all but few new tokens. For short prompts of heads of 64 tiles of 64 rows of
+    the other kernel are about as fast: on an H100, 26.0 us for 7 of up to 512 tokens (32/8 heads; 24.7 by the
+    persistent kernel), 62.2 for 6 of up to 1024 (53.8), but 19.4 for 3 of up to 382 of 66/66 heads (20.3).
     """
     wanted = [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)]
     if itemsize == 4:
@@ -103,10 +94,7 @@ def prefill_config(
     elif longest * group <= 64:
         wanted = wanted[2:]
     elif persistent:
-        many = tiles_per_sm > MIN_NARROW_TILES
-        if not (many and head_dim <= NARROW_HEAD_DIM and longest_context <= MAX_NARROW_CONTEXT):
-            return persistent_config(head_dim)
-        wanted = wanted[2:]
+        return persistent_config(head_dim)
     row_bytes = triton.next_power_of_2(head_dim) * itemsize
     min_m = max(16, triton.next_power_of_2(group))
     configs = [PrefillConfig(block_m=max(m, min_m), block_n=n, num_warps=w, num_stages=s) for m, n, w, s in wanted]

@@ -3,8 +3,7 @@
 There is one program per multiprocessor; each works through several tiles (see paged_prefill). Its warps are in three
 groups. One group copies queries, keys and values from the cache's blocks; it runs ahead of the others by some stages,
 at the end of a tile into the next one. The two other groups multiply, each for half of the rows: while the tensor cores
-work for one, the other computes exponentials (Shah et al. 2024, "FlashAttention-3"). Making them alternate by barriers
-gained nothing.
+work for one, the other computes exponentials (Shah et al. 2024, "FlashAttention-3").
 
 A tile with n blocks of keys has n + 1 steps. Step s multiplies the queries with the keys of block s, and the softmax
 of step s - 1 with the values of block s - 1; a stage holds just these keys and values. Copying takes issue slots from

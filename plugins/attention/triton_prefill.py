@@ -95,21 +95,16 @@ class PrefillPlanner:
 
     def _direct(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> PrefillPart:
         """Read the cache's blocks in place."""
-        from engine.ops.attention.paged_prefill import PERSISTENT, prefill_config, prefill_tiles
-        from engine.ops.common.launch import num_sms
+        from engine.ops.attention.paged_prefill import prefill_config, prefill_tiles
 
-        queries, device = batch.query_lens_host, batch.tokens.device
-        longest = int(queries[sequences].max())
-        num_tiles = int((-(-queries[sequences] // PERSISTENT.tokens(self._group))).sum()) if self._persistent else 0
+        queries = batch.query_lens_host
         config = prefill_config(
-            longest,
+            int(queries[sequences].max()),
             self._group,
             self._spec.head_dim,
             self._itemsize,
             self._shared_memory,
             persistent=self._persistent,
-            longest_context=int(batch.context_lens_host[sequences].max()),
-            tiles_per_sm=num_tiles * self._spec.num_kv_heads / num_sms(device),
         )
         tiles = prefill_tiles(queries, batch.context_lens_host, sequences, config.tokens(self._group))
         [sent] = to_device([tiles], batch.tokens.device)

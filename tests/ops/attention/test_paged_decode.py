@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import attrs
 import pytest
 import torch
 import triton
@@ -15,8 +14,8 @@ from attrs import define
 from engine.core.attention.base import AttentionSpec
 from engine.ops.attention import paged_decode as module
 from engine.ops.attention.paged_decode import pad_sequences, paged_decode
-from engine.ops.attention.paged_decode_config import DecodeConfig, decode_configs, folded_heads
-from engine.ops.attention.paged_decode_merge import DecodeWorkspace, merge_size
+from engine.ops.attention.paged_decode_config import DecodeConfig, decode_configs
+from engine.ops.attention.paged_decode_merge import DecodeWorkspace
 from engine.testing.attention_cases import dense_attention
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -146,6 +145,16 @@ def test_decode_attends_to_few_sequences_in_ranges_of_their_own(lengths: Sequenc
     case.run(workspace)
     written = ~workspace.acc.flatten(2).isnan().all(2)
     assert not written.all(1).any(), "a program has parts of two sequences"
+
+
+def test_decode_shares_ranges_where_those_of_one_sequence_would_be_much_longer() -> None:
+    """13 tiles for each of 5 sequences: ranges of 3 tiles for 22 programs, or of 4 if no sequences shared one."""
+    case = Case([208] * 5, heads=(4, 2))
+    case.check(22)
+    workspace = case.workspace(22)
+    case.run(workspace)
+    written = ~workspace.acc.flatten(2).isnan().all(2)
+    assert written.all(1).any()
 
 
 def test_decode_attends_to_few_sequences_within_a_window() -> None:
@@ -318,92 +327,6 @@ def test_decode_scales_values(programs: int) -> None:
     Case([50, 130, 7], kv_dtype=torch.float8_e4m3fn, value_scale=0.37).check(programs)
 
 
-@pytest.mark.parametrize("shared_memory", [65536, 102400, 167936, 233472])
-@pytest.mark.parametrize("itemsize", [1, 2, 4])
-@pytest.mark.parametrize("head_dim", [16, 96, 128, 256])
-def test_decode_configs_fit_a_multiprocessor(head_dim: int, itemsize: int, shared_memory: int) -> None:
-    configs = decode_configs(head_dim, itemsize, shared_memory, (32, 8))
-    for _, config in configs:
-        row = triton.next_power_of_2(head_dim) * itemsize * config.fold
-        tiles, others = (config.num_stages - 1) * 2 * config.block_n * row, 4096 if itemsize > 1 else 1024 + 16 * row
-        fits = config.programs_per_sm * (tiles + others) <= shared_memory
-        assert fits or (config.num_stages, config.programs_per_sm) == (2, 1)
-        assert config.block_n in (16, 32, 64, 128)
-    limits = [limit for limit, _ in configs]
-    assert limits == sorted(limits)
-    assert limits[-1] == float("inf")
-
-
-def test_decode_configs_equal_the_presets_with_the_shared_memory_of_an_h200() -> None:
-    """228 KB per multiprocessor, heads of 128."""
-    assert [attrs.astuple(config) for _, config in decode_configs(128, 2, 233472, (32, 8))] == [
-        (32, 4, 4, 1, 1),
-        (64, 4, 4, 2, 1),
-        (64, 2, 2, 4, 1),
-        (16, 1, 3, 8, 1),
-    ]
-    assert [attrs.astuple(config) for _, config in decode_configs(128, 1, 233472, (32, 8))] == [
-        (128, 4, 3, 2, 1),
-        (64, 2, 3, 4, 1),
-        (32, 1, 2, 8, 2),
-    ]
-    assert attrs.astuple(decode_configs(128, 1, 233472, (64, 8))[-1][1]) == (64, 1, 2, 8, 1)
-
-
-@pytest.mark.parametrize(
-    ("head_bytes", "heads", "row_bytes", "min_m", "fold"),
-    [
-        (128, (32, 8), 128, 8, 1),
-        (128, (32, 8), 256, 8, 2),
-        (128, (64, 8), 256, 8, 1),
-        (128, (64, 8), 256, 16, 2),
-        (128, (72, 8), 256, 16, 1),
-        (128, (12, 3), 256, 8, 1),
-        (64, (32, 8), 256, 8, 2),
-        (64, (16, 8), 256, 8, 4),
-        (64, (64, 8), 256, 8, 2),
-        (64, (8, 1), 256, 8, 1),
-        (16, (16, 16), 128, 8, 8),
-        (256, (8, 8), 256, 16, 1),
-    ],
-)
-def test_folded_heads_fills_rows_and_padding(
-    head_bytes: int, heads: Any, row_bytes: int, min_m: int, fold: int
-) -> None:
-    assert folded_heads(head_bytes, heads, row_bytes, min_m) == fold
-
-
-@pytest.mark.parametrize(
-    ("dim", "kv_heads", "limits"),
-    [
-        (128, 8, [1, 15, 96, math.inf]),
-        (128, 4, [2, 31, 192, math.inf]),
-        (128, 16, [1, 7, 96, math.inf]),
-        (128, 128, [1, 96, math.inf]),
-        (64, 8, [1, 5, 15, 31, 49, math.inf]),
-        (64, 3, [2, 15, 42, 85, 133, math.inf]),
-    ],
-)
-def test_decode_configs_count_pairs_of_sequences_and_kv_heads(dim: int, kv_heads: int, limits: list[float]) -> None:
-    """Presets for less than one sequence are left out."""
-    found = decode_configs(dim, 2, 233472, (kv_heads, kv_heads))
-    assert [limit if limit == math.inf else int(limit) for limit, _ in found] == limits
-
-
-def test_decode_configs_of_narrow_heads_fold_kv_heads_of_large_batches() -> None:
-    """Heads of 64 in 16 bits, on an H200."""
-    assert [attrs.astuple(config) for _, config in decode_configs(64, 2, 233472, (32, 8))] == [
-        (64, 4, 4, 1, 1),
-        (128, 4, 4, 2, 1),
-        (64, 4, 4, 3, 1),
-        (128, 2, 2, 4, 1),
-        (64, 2, 2, 4, 2),
-        (16, 1, 3, 8, 2),
-    ]
-    assert {config.fold for _, config in decode_configs(64, 2, 233472, (18, 3))} == {1}
-    assert {config.fold for _, config in decode_configs(64, 2, 233472, (72, 8))} == {1}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("heads", "dim", "kv_dtype"),
@@ -454,12 +377,3 @@ def test_decode_attends_with_each_config(number: Any) -> None:
 
 def test_pad_sequences_returns_few_sizes() -> None:
     assert {pad_sequences(count) for count in range(1, 513)} == {16, 256, 512}
-
-
-@pytest.mark.parametrize("programs", [1, 2, 3, 4])
-def test_merge_size_takes_at_most_half_of_the_registers(programs: int) -> None:
-    config = DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=programs)
-    for dim in (64, 128, 256):
-        count = merge_size(4, dim, config)
-        assert count == 1 or count * 4 * dim <= 128 * config.max_registers() // 2
-    assert merge_size(1, 16, config) == 16

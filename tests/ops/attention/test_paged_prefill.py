@@ -109,20 +109,3 @@ def test_prefill_config_is_persistent_for_long_prompts_only() -> None:
     for dim in (64, 128):
         assert prefill_config(17, 4, dim, 2, 233472, persistent=True) == persistent_config(dim)
     assert prefill_config(16, 4, 128, 2, 233472, persistent=True) == prefill_config(16, 4, 128, 2, 233472)
-
-
-@pytest.mark.parametrize(
-    ("dim", "context", "tiles_per_sm", "block_m"),
-    [
-        (64, 1024, 2.1, 64),
-        (64, 1025, 2.1, None),
-        (64, 500, 2.0, None),
-        (128, 500, 9.0, None),
-    ],
-)
-def test_prefill_config_is_not_persistent_for_many_short_contexts_of_narrow_heads(
-    dim: int, context: int, tiles_per_sm: float, block_m: int | None
-) -> None:
-    sizes = {"longest_context": context, "tiles_per_sm": tiles_per_sm}
-    config = prefill_config(300, 4, dim, 2, 233472, persistent=True, **sizes)  # type: ignore[arg-type]
-    assert (None if config.persistent else config.block_m) == block_m

@@ -132,15 +132,6 @@ def test_blocks_behind_all_windows_are_not_widened() -> None:
     assert part.widened.tolist() == list(range(9))
 
 
-def test_many_tiles_of_narrow_heads_are_not_persistent() -> None:
-    """On a CPU, which counts as one multiprocessor. A persistent tile has 64 tokens of 2 query heads."""
-    spec = attrs.evolve(SPEC, head_dim=64, kv_dtype="float16")
-    [few] = plan(((0, 64),), spec=spec, config=None, _persistent=True)
-    [many] = plan(((0, 64), (0, 1)), spec=spec, config=None, _persistent=True)
-    [wide] = plan(((0, 64), (0, 1)), spec=attrs.evolve(spec, head_dim=128), config=None, _persistent=True)
-    assert [part.config.persistent for part in (few, many, wide)] == [True, False, True]
-
-
 def test_nothing_is_widened_on_a_cpu_or_from_a_16_bit_cache() -> None:
     assert PrefillPlanner(SPEC, KVPool(SPEC, 4, "cpu")).widened_config is None
     plain = attrs.evolve(SPEC, kv_dtype="float16")
