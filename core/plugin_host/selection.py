@@ -12,9 +12,7 @@ from engine.core.attention.pair import AttentionPair
 from engine.core.config.structure import structure_options
 from engine.core.config.tree import AUTO, EngineConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaultError, near_misses
-from engine.core.plugin_host.derived import (
-    shape_of,
-)
+from engine.core.plugin_host.derived import shape_of
 from engine.core.plugin_host.drafter import DrafterChoices, DrafterParts, resolve_drafter
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS, ExtensionPoint
 from engine.core.plugin_host.faults import CONSTRUCTOR, blame

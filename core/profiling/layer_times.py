@@ -24,8 +24,9 @@ from engine.core.profiling.layer_events import (
     is_collective,
 )
 
-COPY_KERNELS = ("memcpy", "memset")
-"""How the names of the kernels begin by which the driver copies and fills in a CUDA graph, such as memcpy32_post."""
+COPIED, FILLED = "memcpy", "memset"
+"""How the names of the kernels begin by which the driver copies and fills in a CUDA graph, such as memcpy32_post. Those
+of the operations begin alike, with a capital."""
 COPIES = "(copies in graphs)"
 """Line of the copies in replays whose order differs from that in the twin."""
 OUTSIDE = "(outside of steps)"
@@ -167,7 +168,7 @@ class _Match:
         Raises ControlError if the kernels are not those of the twin.
         """
         expected = self._graphs[place % len(self._graphs)]
-        if [_kind(event) for event in events] == ["" if one.copy else one.name for one in expected]:
+        if [_kind(event["name"]) for event in events] == [_kind(one.name) for one in expected]:
             return (_ran(event, one.module, one.collective) for event, one in zip(events, expected, strict=True))
         kernels, twins = [one for one in events if not _is_copy(one)], [one for one in expected if not one.copy]
         self._compare([one["name"] for one in kernels], [one.name for one in twins], place)
@@ -233,11 +234,12 @@ def _ran(event: Event, module: str, collective: bool) -> Ran:
 
 def _is_copy(event: Event) -> bool:
     """Whether an event is a copy or a fill: an operation of its own, or in a replay a kernel of the driver."""
-    name: str = event["name"]
-    return event["cat"] != "kernel" or name.startswith(COPY_KERNELS)
+    return event["cat"] != "kernel" or _kind(event["name"]) in (COPIED, FILLED)
 
 
-def _kind(event: Event) -> str:
-    """The name of a kernel; empty for a copy, whose name in a replay differs from that without graphs."""
-    name: str = event["name"]
-    return "" if _is_copy(event) else name
+def _kind(name: str) -> str:
+    """The name of a kernel; COPIED or FILLED for copies and fills, whose names in a replay differ."""
+    for kind in (COPIED, FILLED):
+        if name.startswith((kind, kind.capitalize())):
+            return kind
+    return name
