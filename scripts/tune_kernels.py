@@ -22,6 +22,7 @@ from attrs import frozen
 from engine.core.autotune import (
     GraphTimer,
     TuningCache,
+    TuningResults,
     collect_tasks,
     default_directory,
     describe_machine,
@@ -29,7 +30,6 @@ from engine.core.autotune import (
     store_shipped,
     tune_tasks,
 )
-from engine.core.autotune.results import TuningResults
 from engine.core.layers import LayerFactory
 from engine.core.plugin_host import load_plugins
 from engine.core.weights import DummySource, load_weights

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Operands as Operands,
         version_of as version_of,
     )
+    from engine.core.autotune.results import TuningResults as TuningResults
     from engine.core.autotune.shipped import load_shipped as load_shipped, store_shipped as store_shipped
     from engine.core.autotune.task import TuningTask as TuningTask
     from engine.core.autotune.timer import GraphTimer as GraphTimer
@@ -40,6 +41,7 @@ __getattr__, __dir__, __all__ = exports(
         "Operands",
         "version_of",
     ),
+    results=("TuningResults",),
     shipped=(
         "load_shipped",
         "store_shipped",

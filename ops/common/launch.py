@@ -102,8 +102,21 @@ def prefetch(pointers, size):
 
 
 @triton.jit
-def prefetch_line(pointers, mask):
-    """Prefetch the line of each pointer into the L2 cache, if the mask is true. CUDA only."""
+def prefetch_lines(pointers):
+    """Prefetch the cache line at each pointer into the L2 cache. CUDA only. Source: PTX ISA, prefetch."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // dummy $0",
+        "=r,l",
+        [pointers.to(tl.uint64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def prefetch_lines_where(mask, pointers):
+    """As `prefetch_lines`, where the mask is true."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; } // dummy $0",
         "=r,l,r",

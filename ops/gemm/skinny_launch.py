@@ -238,7 +238,7 @@ def _split(tile: SkinnyTile, shape: GemmShape, sms: int) -> SkinnyTile:
 
 
 def _in_one_wave(tile: SkinnyTile, shape: GemmShape, sms: int) -> list[SkinnyTile]:
-    """The tile with fewer splits, at most one program per multiprocessor if possible; none if it has no splits."""
+    """The tile with fewer splits, at most one program per multiprocessor if possible; empty if it has no more."""
     splits = max(sms // tile.programs(shape), 1)
     return [evolve(tile, splits=splits)] if splits < tile.splits else []
 

@@ -3,9 +3,12 @@
 Its buffer holds EMPTY, a bit pattern that no sum has, wherever nothing is written. All programs that divide the inputs
 of a tile write their sums into it, except the last one by number. That one reads until no number is EMPTY, sets all to
 EMPTY again and adds them to its own. Between write and read there is neither a fence nor a counter, each of which takes
-a further round trip to the L2 cache. Programs start in the order of their numbers, so those that the last one waits for
-are running; sums are added in a fixed order, so results do not depend on timing. Source: the "Lamport" all-reduce of
-TensorRT-LLM and FlashInfer.
+a further round trip to the L2 cache. Sums are added in a fixed order, so results do not depend on timing. Source: the
+"Lamport" all-reduce of TensorRT-LLM and FlashInfer.
+
+What this relies on: a GPU starts programs in the order of their numbers, as all of NVIDIA's have done, so those that
+the last one waits for are running; launches with the same buffer follow one another; and sums are written after `wait`
+(ops/common/launch.py), since the launch before may still be clearing the buffer.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ def poll_sums(buffer, others, SHAPE: tl.constexpr, POLLED: tl.constexpr, ASM: tl
     """
     number = tl.arange(0, POLLED)[:, None, None]
     places = buffer + number * (SHAPE[0] * SHAPE[1]) + _lane(SHAPE)[None, :, :]
-    present = (number < others) & (_lane(SHAPE) >= 0)[None, :, :]
+    present = tl.broadcast_to(number < others, places.shape)
     bits, is_missing = _read(places, present)
     while is_missing:
         if ASM:  # other programs need the memory's bandwidth

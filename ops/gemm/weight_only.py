@@ -2,13 +2,8 @@
 
 W is unsigned 4-bit or 8-bit integers with scales and perhaps zero points, int8, or float8 (e4m3). `packed` are int16
 words of 16 / BITS fields each (ops/gemm/packed_layout.py). The fields j of a tile of words form a tile of W and
-multiply SPAN consecutive inputs, so that no data moves between lanes.
-
-A field becomes a number without a conversion instruction, which would take longer than reading the field. An integer's
-bits are put below the exponent of a power of two (POWER) large enough that the last place is worth 1, and the power is
-subtracted together with the zero point. Both steps are exact. Source: Kim et al., "Who Says Elephants Can't Run", 2022,
-for float16. bfloat16 has no room for 8 bits there: see `_numbers`. A float8's exponent and fraction bits are moved to
-their places in the 16-bit type, and a multiplication corrects the exponent bias.
+multiply SPAN consecutive inputs, so that no data moves between lanes. unpack_weights.py says how a field becomes a
+number.
 """
 
 from __future__ import annotations
@@ -18,121 +13,17 @@ import triton.language as tl
 
 from engine.ops.activation.act_and_mul import activate
 from engine.ops.common.fast_math import settled
-from engine.ops.common.launch import release, wait
+from engine.ops.common.launch import prefetch_lines, release, wait
 from engine.ops.gemm.skinny import GATED
 from engine.ops.gemm.split_k_polling import poll_sums, write_sums
+from engine.ops.gemm.unpack_weights import fma, half_of, unpack
 
-UNSIGNED = tl.constexpr(0)
-"""A field is an unsigned integer; the weight is the field minus the zero point."""
-SIGNED = tl.constexpr(1)
-"""A field is an int8. Flipping the sign bit makes it unsigned with a zero point of 128."""
-FLOAT8 = tl.constexpr(2)
-"""A field is a float8 (e4m3)."""
 GROUPS_OF_INPUTS = tl.constexpr(0)
 """scales: those of a GroupedLayout, each entry read as one int32."""
 OUTPUTS = tl.constexpr(1)
 """scales: [rows of W] float32."""
 BLOCKS = tl.constexpr(2)
 """scales: [ceil(rows of W / scale_rows), blocks] float32."""
-
-
-@triton.jit
-def _fma(a, b, c):
-    """a * b + c, two 16-bit numbers per instruction."""
-    if a.dtype == tl.bfloat16:
-        total = tl.inline_asm_elementwise(
-            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        total = tl.inline_asm_elementwise(
-            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.float16, is_pure=True, pack=2
-        )
-    return total
-
-
-@triton.jit
-def _insert(packed, SHIFT: tl.constexpr, MASK: tl.constexpr, CHANGE: tl.constexpr, DTYPE: tl.constexpr):
-    """(word >> SHIFT & MASK) ^ CHANGE as a number, two words per instruction; MASK and CHANGE cover both."""
-    bits = tl.inline_asm_elementwise(
-        f"{{ .reg .b32 t; shr.b32 t, $1, {SHIFT}; lop3.b32 $0, t, {MASK}, {CHANGE}, 0x6a; }}",
-        "=r,r",
-        [packed],
-        dtype=tl.int16,
-        is_pure=True,
-        pack=2,
-    )
-    return bits.to(DTYPE, bitcast=True)
-
-
-@triton.jit
-def _float8(packed, J: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """The fields J of a tile of words, float8 (e4m3), in DTYPE. Subnormals (below 2^-6) are exact; NaN is not kept."""
-    if ASM:
-        HALF: tl.constexpr = DTYPE.is_fp16()
-        RIGHT: tl.constexpr = 1 if HALF else 4
-        MASK: tl.constexpr = 0x3F803F80 if HALF else 0x07F007F0
-        bits = tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t, s; shl.b32 t, $1, {8 - 8 * J}; and.b32 s, t, 0x80008000; shr.b32 t, t, {RIGHT};"
-            f" lop3.b32 $0, t, {MASK}, s, 0xea; }}",
-            "=r,r",
-            [packed],
-            dtype=tl.int16,
-            is_pure=True,
-            pack=2,
-        )
-        BIAS: tl.constexpr = 256.0 if HALF else 2.0**120
-        numbers = bits.to(DTYPE, bitcast=True)
-        numbers = _fma(numbers, tl.full(packed.shape, BIAS, DTYPE), tl.full(packed.shape, -0.0, DTYPE))
-    else:
-        byte = (packed.to(tl.int32) >> (8 * J)) & 0xFF
-        bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
-        numbers = (bits.to(tl.float32, bitcast=True) * 2.0**120).to(DTYPE)
-    return numbers
-
-
-@triton.jit
-def _numbers(
-    packed,
-    offset,
-    J: tl.constexpr,
-    BITS: tl.constexpr,
-    VALUE_TYPE: tl.constexpr,
-    POWER: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """The fields J of a tile of words as numbers minus the zero point. offset: of the tile's shape and the result's
-    dtype."""
-    if VALUE_TYPE == FLOAT8:
-        numbers = _float8(packed, J, offset.dtype, ASM)
-    elif ASM:
-        one = tl.full(packed.shape, 1.0, offset.dtype)
-        if offset.dtype == tl.float16:
-            MASK: tl.constexpr = 0x000F000F if BITS == 4 else 0x00FF00FF
-            CHANGE: tl.constexpr = 0x64806480 if VALUE_TYPE == SIGNED else 0x64006400
-            numbers = _fma(_insert(packed, BITS * J, MASK, CHANGE, tl.float16), one, offset)
-        elif VALUE_TYPE == SIGNED:
-            # 128 + the lower 7 bits, minus 128 or, with the sign bit, 256.
-            lower = _insert(packed, 8 * J, 0x007F007F, 0x43004300, tl.bfloat16)
-            sign = _insert(packed, 8 * J, 0x00800080, 0x43004300, tl.bfloat16)
-            numbers = _fma(sign, tl.full(packed.shape, -1.0, tl.bfloat16), lower)
-        else:
-            numbers = _fma(_insert(packed, BITS * J, 0x000F000F, 0x43004300, tl.bfloat16), one, offset)
-            if BITS == 8:
-                # The upper half of a field: 2048 + 16 * half. Minus 2176, 8 significant bits remain, as bfloat16 has.
-                upper = _insert(packed, 8 * J + 4, 0x000F000F, 0x45004500, tl.bfloat16)
-                numbers = _fma(_fma(upper, one, tl.full(packed.shape, -2176.0, tl.bfloat16)), one, numbers)
-    else:
-        field = (packed.to(tl.int32) >> (BITS * J)) & (2**BITS - 1)
-        if VALUE_TYPE == SIGNED:
-            field = field ^ 0x80
-        numbers = (field.to(tl.float32) + (offset.to(tl.float32) + POWER)).to(offset.dtype)
-    return numbers
-
-
-@triton.jit
-def half_of(entry, HIGH: tl.constexpr, DTYPE: tl.constexpr):
-    """The low or high 16 bits of int32 entries, as DTYPE."""
-    return (entry >> (16 * HIGH)).to(tl.int16).to(DTYPE, bitcast=True)
 
 
 INTERLEAVE = tl.constexpr(8)
@@ -155,19 +46,6 @@ def _rows_of(TILE: tl.constexpr, RUN: tl.constexpr, outputs, EPILOGUE: tl.conste
 
 
 @triton.jit
-def _prefetch_lines(pointers):
-    """Prefetch the cache line at each pointer into the L2 cache. Source: PTX ISA, prefetch."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // dummy $0",
-        "=r,l",
-        [pointers.to(tl.uint64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _fetch(
     packed_row,
     scales_row,
@@ -185,10 +63,10 @@ def _fetch(
     """
     if begin < end:
         block = tl.minimum(begin + tl.arange(0, AHEAD), end - 1).to(tl.int64)
-        _prefetch_lines(packed_row[:, None] + (block * block_stride)[None, :])
+        prefetch_lines(packed_row[:, None] + (block * block_stride)[None, :])
         if ENTRIES:
             for number in tl.static_range(ENTRIES):
-                _prefetch_lines(scales_row[:, None] + ((block * ENTRIES + number) * weight_rows)[None, :])
+                prefetch_lines(scales_row[:, None] + ((block * ENTRIES + number) * weight_rows)[None, :])
 
 
 @triton.jit
@@ -281,9 +159,9 @@ def matmul_kernel(
     packed_row = packed + row.to(tl.int64) * row_stride
     if PDL and AHEAD:
         # Every INTERLEAVE-th row: the entries of that many rows are contiguous, and share a cache line.
-        eighth = tl.max(tl.reshape(row, [TILE // INTERLEAVE, INTERLEAVE]), axis=1)
+        row_of_run = tl.max(tl.reshape(row, [TILE // INTERLEAVE, INTERLEAVE]), axis=1)
         GROUPED: tl.constexpr = ENTRIES if SCALE_LAYOUT == GROUPS_OF_INPUTS else 0
-        _fetch(packed_row, scales + eighth, begin, end, block_stride, weight_rows, AHEAD, GROUPED)
+        _fetch(packed_row, scales + row_of_run, begin, end, block_stride, weight_rows, AHEAD, GROUPED)
     if SCALE_LAYOUT == OUTPUTS:
         scale_of_row = tl.load(scales + row)  # now, as a read of memory takes long
     wait(PDL)
@@ -314,7 +192,7 @@ def matmul_kernel(
                 column = (block * FIELDS + group * (GROUP // SPAN) + span) * SPAN + i
                 mask = present if WHOLE_BLOCKS else present & (column < inputs)[None, :]
                 columns = tl.load(x_row + column[None, :], mask=mask, other=0.0)
-                numbers = _numbers(
+                numbers = unpack(
                     tile,
                     tl.broadcast_to(offset[:, None], [TILE, WIDTH]),
                     group * (GROUP // SPAN) + span,
@@ -325,7 +203,7 @@ def matmul_kernel(
                 )
                 if SCALED and SCALE_WEIGHTS:
                     factor = tl.broadcast_to(scale.to(DTYPE)[:, None], [TILE, WIDTH])
-                    numbers = _fma(numbers, factor, tl.full([TILE, WIDTH], -0.0, DTYPE)) if ASM else numbers * factor
+                    numbers = fma(numbers, factor, tl.full([TILE, WIDTH], -0.0, DTYPE)) if ASM else numbers * factor
                 part = tl.dot(numbers, tl.trans(columns), part)
             total = total + part * scale.to(tl.float32)[:, None] if SCALED and not SCALE_WEIGHTS else part
         # Triton lets the last product of an iteration overlap with the next iteration if nothing uses its result in
@@ -417,7 +295,7 @@ def dequantize_kernel(
                 offset = half_of(entry, 1, DTYPE)
         for span in tl.static_range(GROUP // SPAN):
             column = (block * FIELDS + group * (GROUP // SPAN) + span) * SPAN + k
-            numbers = _numbers(
+            numbers = unpack(
                 tile,
                 tl.broadcast_to(offset[:, None], [TILE, SPAN]),
                 group * (GROUP // SPAN) + span,

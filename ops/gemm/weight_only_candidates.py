@@ -38,7 +38,8 @@ SHAPES_SCALED_WEIGHTS = {
 """(rows, columns, warps, stages, words of a row per loop iteration) of the candidates that scale weights, by row class.
 """
 NARROW_SHAPES = ((64, 16, 4, 6), (64, 32, 4, 4), (64, 64, 4, 3))
-"""(rows, columns, warps, stages) of further candidates for more rows of x than they have columns."""
+"""(rows, columns, warps, stages) of further candidates. x has more rows than such a tile has columns, so that several
+tiles multiply by the same weights."""
 MAX_NARROW_PROGRAMS_PER_SM = 2
 """Up to this many tiles per multiprocessor they are tried: with more, to unpack W again for each takes too long."""
 MIN_ROWS_DOUBLED = 128

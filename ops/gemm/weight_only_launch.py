@@ -10,7 +10,14 @@ import triton.language as tl
 
 from engine.ops.activation.act_and_mul import act_and_mul
 from engine.ops.common.launch import dependent_launch, has_capability, has_wgmma, num_sms, shared_memory
-from engine.ops.gemm import persistent_w4a16_launch, skinny, split_k_polling, weight_only, weight_only_vector
+from engine.ops.gemm import (
+    persistent_w4a16_launch,
+    skinny,
+    split_k_polling,
+    unpack_weights,
+    weight_only,
+    weight_only_vector,
+)
 from engine.ops.gemm.packed_layout import PackedMatrix
 from engine.ops.gemm.persistent_w4a16_launch import StreamKWorkspace
 from engine.ops.gemm.skinny_launch import Workspace, gated_epilogue
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
     from triton.runtime.jit import JITFunction
 
 SCALE_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-VALUE_TYPES = {"unsigned": weight_only.UNSIGNED, "signed": weight_only.SIGNED, "float8": weight_only.FLOAT8}
+VALUE_TYPES = {"unsigned": unpack_weights.UNSIGNED, "signed": unpack_weights.SIGNED, "float8": unpack_weights.FLOAT8}
 SCALE_LAYOUTS = {
     "groups": weight_only.GROUPS_OF_INPUTS,
     "outputs": weight_only.OUTPUTS,
@@ -46,14 +53,14 @@ class WeightOnlyMatmul:
         self.device = device
         self.workspace = Workspace(device)
         """Also used by the W8A8 kernels of the same layers."""
-        self._polled_sums = torch.full(
-            (MAX_POLLED_SUMS,), split_k_polling.EMPTY.value, dtype=torch.int32, device=device
-        )
         self._stream_k = StreamKWorkspace.on(device)
         self._dependent = dependent_launch(device)
         self._asm = self._supports_ptx()
         self._polls = self._asm or device.type == "cpu"
         """Whether split_k_polling.py can be used: on a ROCm GPU a program may not see what another one writes."""
+        room = MAX_POLLED_SUMS if self._polls else 1
+        self._polled_sums = torch.full((room,), split_k_polling.EMPTY.value, dtype=torch.int32, device=device)
+        """EMPTY before and after each launch, so launches that use it must follow one another."""
         self._chosen: dict[tuple[WeightOnlyShape, int], Tile] = {}
         self._tiles: dict[tuple[object, ...], Tile] = {}
 

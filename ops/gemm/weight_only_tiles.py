@@ -20,7 +20,8 @@ MAX_SPLITS = 16
 MAX_POLLED_SUMS = 2**21
 """Partial sums of all programs together that there is room for if they are polled (split_k_polling.py)."""
 MAX_POLLED_SUMS_OF_TILE = 2048
-"""The same of one tile. With more, counters are faster."""
+"""Partial sums that are polled for one tile, with the number of programs rounded up to a power of two. With more,
+counters are faster."""
 COLUMNS = (8, 16, 32, 64, 128)
 """Columns that a tile may have."""
 ROW_CLASSES = (*COLUMNS, WEIGHT_ONLY_MAX_ROWS, 512, 1024, 4096)
@@ -206,8 +207,8 @@ SMALL_WEIGHTS = 2**23
 PROGRAMS_PER_SM = 3
 PROGRAMS_PER_SM_OF_SMALL_WEIGHTS = 2
 """Programs of FINE_TILE per multiprocessor, at most, if it is split."""
-MIN_INPUTS_PER_SPLIT = {8: 256, 4: 768}
-"""By bits of a weight: minimum inputs per program of FINE_TILE, if it is split."""
+INPUTS_PER_SPLIT = {8: 256, 4: 768}
+"""By bits of a weight: FINE_TILE has at most one split per this many inputs, or part of them."""
 MAX_UNSPLIT_INPUTS = 1024
 """Up to this many inputs, FINE_TILE is not split if three of four multiprocessors have a tile."""
 PREFETCHED_BLOCKS = 8
@@ -276,7 +277,7 @@ def fine_tile(shape: WeightOnlyShape, rows: int, sms: int) -> WeightOnlyTile:
     programs = tile.programs(shape, rows)
     if shape.inputs > MAX_UNSPLIT_INPUTS or programs * 4 < sms * 3:
         most = sms * (PROGRAMS_PER_SM_OF_SMALL_WEIGHTS if is_small else PROGRAMS_PER_SM)
-        useful = -(-shape.inputs // MIN_INPUTS_PER_SPLIT[shape.layout.bits])
+        useful = -(-shape.inputs // INPUTS_PER_SPLIT[shape.layout.bits])
         tile = with_even_splits(tile, shape, rows, min(most, useful * programs))
     return evolve(tile, ahead=PREFETCHED_BLOCKS) if is_small else tile
 

@@ -16,7 +16,8 @@ import triton.language as tl
 
 from engine.ops.common.launch import release, wait
 from engine.ops.gemm.skinny import GATED, place_of, rows_of, store_vector
-from engine.ops.gemm.weight_only import BLOCKS, FLOAT8, GROUPS_OF_INPUTS, OUTPUTS, SIGNED, half_of
+from engine.ops.gemm.unpack_weights import FLOAT8, SIGNED, half_of
+from engine.ops.gemm.weight_only import BLOCKS, GROUPS_OF_INPUTS, OUTPUTS
 
 ONE = tl.constexpr(0x3F800000)
 """The bits of 1.0."""
