@@ -54,7 +54,8 @@ def paged_decode(
     q, out: [rows, heads, head_dim], last two dimensions dense;
     keys, values: [blocks, block_size, kv_heads, head_dim];
     tables: [sequences, max_blocks] int32;
-    context_lens: [sequences] int32, at least 1: positions that the query sees, including its own, the last;
+    context_lens: [sequences] int32, at least 1: positions that the query sees, including its own, the last; tables and
+    context_lens are read before the preceding kernel has ended (ops/common/launch.py says when that is safe);
     value_scale: factor on the values;
     sinks: [heads] float32, the score of one more key of each head, whose value is zero.
     """

@@ -76,7 +76,7 @@ class GroupedLayout:
         return self.block // self.group
 
     def power(self, dtype: torch.dtype) -> int:
-        """What a field q is read as, less q, for activations of a dtype: see ops/gemm/weight_only.py."""
+        """What a field q is read as, less q, for activations of a dtype: see ops/gemm/unpack_weights.py."""
         if dtype == torch.float16:
             return 1024
         return 128 if self.bits == 4 else 0
