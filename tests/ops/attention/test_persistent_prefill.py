@@ -109,7 +109,7 @@ def test_kernel_adds_sinks(group: int, dim: int, window: int | None) -> None:
 def test_kernel_is_correct_in_many_turns_repeatedly() -> None:
     for _ in range(3):
         check(
-            ((0, 3000), (700, 2000), (5, 1)),
+            ((0, 1500), (700, 1000), (5, 1)),
             heads=(16, 8),
             dim=128,
             config=persistent_config(128),
