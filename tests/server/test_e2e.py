@@ -124,10 +124,16 @@ def test_top_shows_what_the_server_did_between_two_looks(server: Any, client: op
     watch = Watch(WatchedServer(server.url), 2.0)
     generated = "engine_generation_tokens_total"
     before = watch.server.scrape().sum(generated)
+
+    def front_end_seconds() -> float:
+        return watch.server.scrape().sum("process_cpu_seconds_total", process="front_end")
+
     watch.look()
+    looked = front_end_seconds()
     for _ in range(2):
         client.completions.create(model="tiny", prompt="once upon", max_tokens=8, temperature=0)
     server.until(lambda: watch.server.scrape().sum(generated) == before + 16)
+    server.until(lambda: front_end_seconds() > looked)  # its unit is a clock tick, 10 ms
     watch.look()
     watch.server.close()
     found = watch.figures
