@@ -9,11 +9,11 @@ import torch.nn.functional as F
 import triton.language as tl
 
 from engine.ops.activation.act_and_mul import act_and_mul
+from engine.ops.common import polling
 from engine.ops.common.launch import dependent_launch, has_capability, has_wgmma, num_sms, shared_memory
 from engine.ops.gemm import (
     persistent_w4a16_launch,
     skinny,
-    split_k_polling,
     unpack_weights,
     weight_only,
     weight_only_vector,
@@ -59,7 +59,7 @@ class WeightOnlyMatmul:
         self._polls = self._asm or device.type == "cpu"
         """Whether split_k_polling.py can be used: on a ROCm GPU a program may not see what another one writes."""
         room = MAX_POLLED_SUMS if self._polls else 1
-        self._polled_sums = torch.full((room,), split_k_polling.EMPTY.value, dtype=torch.int32, device=device)
+        self._polled_sums = torch.full((room,), polling.EMPTY.value, dtype=torch.int32, device=device)
         """EMPTY before and after each launch, so launches that use it must follow one another."""
         self._chosen: dict[tuple[WeightOnlyShape, int], Tile] = {}
         self._tiles: dict[tuple[object, ...], Tile] = {}

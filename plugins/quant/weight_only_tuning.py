@@ -8,7 +8,7 @@ import torch
 
 from engine.core.autotune import AutotunedOp, Operands, version_of
 from engine.ops.activation import act_and_mul
-from engine.ops.common import fast_math, gluon_copies, launch
+from engine.ops.common import fast_math, gluon_copies, launch, polling
 from engine.ops.common.launch import has_wgmma, num_sms, shared_memory
 from engine.ops.gemm import (
     packed_layout,
@@ -70,6 +70,7 @@ class WeightOnlyOp(AutotunedOp[MeasuredTile]):
             packed_layout,
             persistent_w4a16,
             persistent_w4a16_launch,
+            polling,
             skinny,
             skinny_launch,
             split_k_polling,

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from attrs import evolve
 
+from engine.ops.common.polling import EMPTY
 from engine.ops.gemm.packed_layout import PackedMatrix, W8Layout
-from engine.ops.gemm.split_k_polling import EMPTY
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.ops.gemm.weight_only_tiles import FINE_TILE, MAX_POLLED_SUMS, TILES, WeightOnlyTile
 
