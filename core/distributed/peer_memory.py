@@ -1,9 +1,10 @@
 """All-reduces over GPUs by kernels that read and write the other GPUs' memory, over NVLink.
 
 NCCL takes 10 to 20 microseconds for even the smallest all-reduce, and a decode step has two per layer. Where all GPUs
-can map each other's memory, torch's kernels on symmetric memory do small all-reduces. One shot: each rank reads and
-sums the tensors of all ranks. Two shots: each rank sums one shard, then reads the sums of the other shards, which moves
-less data if tensors are large or ranks many.
+can map each other's memory, a norm's kernel reduces its input (ops/norm/all_reduce_rms_norm.py), and torch's kernels on
+symmetric memory do the other small all-reduces. One shot: each rank sums the tensors of all ranks. Two shots: each rank
+sums one shard, then all ranks get the sums of the other shards, which moves less data if tensors are large or ranks
+many.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 4 << 20
-"""Largest tensor that these kernels reduce, and size of the memory kept for them; NCCL reduces larger ones."""
+"""Largest tensor that torch's kernels reduce, and size of the memory kept for them; NCCL reduces larger ones."""
 ONE_SHOT_BYTES = {2: 1 << 20, 4: 256 << 10, 8: 128 << 10}
-"""Number of ranks -> largest tensor reduced in one shot. torch has kernels for these numbers of ranks only."""
-NORM_BYTES = {2: 1 << 20, 4: 1 << 20, 8: 512 << 10}
-"""Number of ranks -> largest tensor reduced within a norm's kernel (`reduce_buffers`), which saves a kernel."""
-MAX_ROWS = 128
-"""Rows of such a tensor: a GPU runs this many programs at the same time."""
+"""Number of ranks -> largest tensor that they reduce in one shot. torch has kernels for these numbers of ranks only."""
+NORM_MAX_BYTES = 8 << 20
+"""Largest tensor that a norm's kernel reduces (`reduce_buffers`); twice that is kept per rank, dtype and row size."""
+NORM_MAX_ROWS = 1024
+"""Most rows of such a tensor."""
+NORM_ONE_SHOT_BYTES = {2: 2 << 20, 4: 192 << 10, 8: 64 << 10}
+"""Number of ranks -> largest tensor that a norm's kernel reduces in one shot. Measured for 2 and 4 ranks."""
 DTYPES = (torch.float32, torch.bfloat16)
+WORD = 4
+"""Bytes: rows reduced within a norm's kernel are whole words."""
 ALIGNMENT = 16
 """Bytes: the kernels read whole vectors."""
 
@@ -78,25 +83,27 @@ class PeerMemory:
         )
         return None
 
-    def reduce_buffers(self, size: int, dtype: torch.dtype) -> ReduceBuffers:
+    def reduce_buffers(self, size: int, dtype: torch.dtype) -> ReduceBuffers | None:
         """As RankGroup.reduce_buffers. Calls with the same arguments share memory: all-reduces follow each other."""
+        if size * dtype.itemsize % WORD:
+            return None
+        from engine.ops.common.polling import EMPTY
         from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
 
         if (size, dtype) not in self._reduce_buffers:
-            rank, ranks = self._group.rank, self._group.ranks
-            max_rows = max(1, min(MAX_ROWS, NORM_BYTES[ranks] // (size * dtype.itemsize)))
-            flags = -(-2 * max_rows * size * dtype.itemsize // ALIGNMENT) * ALIGNMENT  # their offset, behind the rows
-            memory, addresses = self._allocate(flags + max_rows * ranks * 4)
-            memory.zero_()
+            rank, ranks, row = self._group.rank, self._group.ranks, size * dtype.itemsize
+            max_rows = max(1, min(NORM_MAX_ROWS, NORM_MAX_BYTES // row))
+            memory, addresses = self._allocate(2 * max_rows * ranks * row)
+            memory.view(torch.int32).fill_(EMPTY.value)
             torch.cuda.synchronize(self._device)
-            self._group.minimum(0)  # a barrier: no rank sets a flag before all flags are zero
+            self._group.minimum(0)  # a barrier: no rank sends a message before all memory is EMPTY
             buffers = ReduceBuffers(
                 rank=rank,
                 ranks=ranks,
                 size=size,
                 max_rows=max_rows,
-                rows=torch.tensor(addresses, device=self._device),
-                flags=torch.tensor([address + flags for address in addresses], device=self._device),
+                one_shot_rows=NORM_ONE_SHOT_BYTES[ranks] // row,
+                messages=torch.tensor(addresses, device=self._device),
                 epochs=torch.zeros(max_rows, dtype=torch.int32, device=self._device),
             )
             self._reduce_buffers[size, dtype] = buffers, memory

@@ -30,7 +30,7 @@ class Rendezvous:
     that waits longer. It does not watch operations replayed in CUDA graphs, so the executor must watch the ranks too.
     """
     peer_memory: bool = True
-    """On GPUs: whether small all-reduces use kernels that read the other GPUs' memory, where possible. False for ranks
+    """On GPUs: whether small all-reduces use kernels that reach the other GPUs' memory, where possible. False for ranks
     on several hosts."""
 
 

@@ -59,16 +59,19 @@ def test_peer_memory_supports_small_aligned_tensors(shared: type[Shared]) -> Non
     assert memory.supports(torch.zeros(9)[1:]), "a tensor's address may differ from rank to rank"
 
 
-def test_reduce_buffers_have_rows_then_flags(shared: type[Shared]) -> None:
+def test_reduce_buffers_are_empty_and_limited_in_bytes_and_rows(shared: type[Shared]) -> None:
     memory = make(1)
     buffers = memory.reduce_buffers(4096, torch.bfloat16)
-    assert (buffers.rank, buffers.ranks, buffers.max_rows) == (1, 2, 128)
+    assert buffers is not None
+    assert (buffers.rank, buffers.ranks, buffers.max_rows, buffers.one_shot_rows) == (1, 2, 1024, 256)
     assert memory.reduce_buffers(4096, torch.bfloat16) is buffers
-    rows, flags = buffers.rows.tolist(), buffers.flags.tolist()
-    assert [flag - row for flag, row in zip(flags, rows, strict=True)] == [2 * 128 * 4096 * 2] * 2
-    assert rows[1] == 4096
+    assert buffers.messages.tolist()[1] == 4096
     assert not buffers.epochs.any()
-    assert memory.reduce_buffers(2**20, torch.float32).max_rows == 1
+    large, small = memory.reduce_buffers(2**21, torch.float32), memory.reduce_buffers(64, torch.bfloat16)
+    assert large is not None
+    assert small is not None
+    assert (large.max_rows, large.one_shot_rows, small.max_rows) == (1, 0, 1024)
+    assert memory.reduce_buffers(33, torch.bfloat16) is None, "a row is not whole words"
 
 
 def test_open_returns_none_if_there_are_no_kernels_or_a_rank_cannot_map(

@@ -226,14 +226,15 @@ def test_fused_kernels_in_processes_equal_one_rank(checkpoints: Any, tmp_path: P
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("graphs", ["on", "off"])
-@pytest.mark.parametrize("kernels", ["fused", "plain"])
+@pytest.mark.parametrize(("architecture", "kernels"), [("qwen3", "fused"), ("qwen3", "plain"), ("qwen3_moe", "fused")])
 def test_processes_on_gpus_equal_one_rank(
-    checkpoints: Any, tmp_path: Path, ranks: int, graphs: str, kernels: str
+    checkpoints: Any, tmp_path: Path, ranks: int, graphs: str, architecture: str, kernels: str
 ) -> None:
-    """By NCCL and by kernels that read the other GPUs' memory; four ranks are more than there are KV heads."""
+    """By NCCL and by kernels that reach the other GPUs' memory; four ranks are more than there are KV heads."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs; torch sees {torch.cuda.device_count()}")
-    model = checkpoints("odd vocabulary, qwen3", "qwen3", vocab_size=517)
+    experts = {"num_experts": 8, "moe_intermediate_size": 32} if architecture == "qwen3_moe" else {}
+    model = checkpoints(f"odd vocabulary, {architecture}", architecture, vocab_size=517, **experts)
     settings = {"executor__device": "cuda", "model__dtype": "float32", "cache__memory": "8MiB", "model__max_len": 128}
     in_processes(
         ranks, tmp_path, model, PROMPTS, 16, settings | {"executor__graphs": graphs, "executor__kernels": kernels}

@@ -69,23 +69,25 @@ def test_norm_with_an_offset_equals_plain_and_its_weight_is_in_float32() -> None
 
 
 class Reaching(Doubling):
-    """A rank that reads the memory of another, which has already written its rows to both buffers."""
+    """A rank to which another sends its rows."""
 
-    def __init__(self, theirs: Any, max_rows: Any) -> None:
+    def __init__(self, size: int, max_rows: int) -> None:
         super().__init__(0, 2)
-        size = theirs.shape[1]
-        self.memory = [torch.zeros(2, max_rows, size, device=DEVICE), torch.zeros(2, max_rows, size, device=DEVICE)]
-        self.memory[1][:, : len(theirs)] = theirs
-        self.flags = [torch.full((max_rows, 2), 100, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+        shape = 2, max_rows, 2, size
+        self.memory = [torch.full(shape, -1, dtype=torch.int32, device=DEVICE) for _ in range(2)]
         self.buffers = ReduceBuffers(
             rank=0,
             ranks=2,
             size=size,
             max_rows=max_rows,
-            rows=torch.tensor([each.data_ptr() for each in self.memory], device=DEVICE),
-            flags=torch.tensor([each.data_ptr() for each in self.flags], device=DEVICE),
+            one_shot_rows=max_rows,
+            messages=torch.tensor([each.data_ptr() for each in self.memory], device=DEVICE),
             epochs=torch.zeros(max_rows, dtype=torch.int32, device=DEVICE),
         )
+
+    def receive(self, theirs: torch.Tensor, call: int) -> None:
+        """The other rank's message of the first, second, ... call."""
+        self.memory[0][call % 2, : len(theirs), 1] = theirs.view(torch.int32)
 
     def reduce_buffers(self, size: Any, dtype: Any) -> Any:
         assert (size, dtype) == (self.buffers.size, torch.float32)
@@ -94,14 +96,16 @@ class Reaching(Doubling):
 
 def test_norm_reduces_partial_sums() -> None:
     x, theirs, residual = randn(3, 48), randn(2, 48) + 2, randn(3, 48) + 1
-    group = Reaching(theirs, 2)
+    group = Reaching(48, 2)
     plain, fused = both(lambda layers: layers.norm("norm", 48, 1e-5), group=group)
     alone = both(lambda layers: layers.norm("norm", 48, 1e-5))[0]
     expected = alone(x[:2] + theirs, residual[:2])
-    for _ in range(3):
+    for call in (1, 2, 3):
+        group.receive(theirs, call)
         found = fused(PartialSum(x[:2], group), residual[:2].clone())
         for one, other in zip(found, expected, strict=True):
             close(one, other)
+        assert torch.equal(group.memory[1][call % 2, :2, 0], x[:2].view(torch.int32)), "what the other rank receives"
     expected = alone(2 * x, residual)
     for norm in (fused, plain):  # three rows are more than the memory has room for
         for one, other in zip(norm(PartialSum(x, group), residual.clone()), expected, strict=True):
@@ -147,7 +151,8 @@ def test_norm_of_a_partial_sum_is_quantized_unless_its_kernel_reduces() -> None:
 
     x, theirs, residual = randn(4, 48), randn(3, 48) + 2, randn(4, 48) + 1
     alone = both(build)[0]
-    group = Reaching(theirs, 3)
+    group = Reaching(48, 3)
+    group.receive(theirs, call=1)
     norm = both(build, group=group)[1]
     normed, _ = norm.quantized_for(NextLinear(), PartialSum(x[:3], group), residual[:3].clone())
     close(normed, alone(x[:3] + theirs, residual[:3])[0])
