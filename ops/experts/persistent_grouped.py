@@ -56,7 +56,7 @@ _MAX_INT8_WIDTH = gl.constexpr(128)  # outputs per wgmma instruction of int8: th
 
 @gluon.jit
 def _place_of_item(item, items, pairs, outputs, BLOCK: gl.constexpr):
-    """Expert of an item, its first row, the end of its expert's rows, and its first output.
+    """Expert of an item, its first row, the end of its expert's rows, and its first output; no rows past the last item.
 
     Consecutive items are the tiles of an expert for one block of outputs, BAND at most, then for the next block, so
     that both W and x are read from memory once and then from the L2 cache.
@@ -77,7 +77,8 @@ def _place_of_item(item, items, pairs, outputs, BLOCK: gl.constexpr):
     item -= band * height * blocks
     tile = band * height
     height = gl.minimum(tiles - tile, height)
-    return expert, begin + (tile + item % height) * _ROWS, end, item // height * BLOCK
+    begin = gl.where(inside, begin + (tile + item % height) * _ROWS, end)
+    return expert, begin, end, item // height * BLOCK
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 from engine.core.layers.activation import gated_activation
 from engine.ops.experts.experts_mlp import ExpertsTile, ExpertsWeights, experts_mlp
@@ -19,6 +20,7 @@ from engine.ops.experts.persistent_grouped import TILE_OUTPUTS, TILE_ROWS
 from engine.ops.experts.quantize import quantize_activations
 from engine.ops.experts.sort import PairSorter
 from engine.ops.experts.weights import ExpertMatrix, StackedWeight, WeightFormat
+from tests.ops.guarded_memory import guarded
 
 TILE = GroupedTile(outputs=TILE_OUTPUTS, block_k=0, warps=0, stages=0, persistent=True)
 HIDDEN, INNER, TOP_K = 336, 208, 2
@@ -207,6 +209,30 @@ def test_rows_are_multiplied_by_the_matrix_of_their_expert(
         assert got.shape == wanted.shape
         assert torch.equal(got, again[mine if gated else of_pair])
         assert float((got - wanted).norm()) <= LIMITS[kind] * float(wanted.norm())
+
+
+@pytest.mark.gpu
+def test_kernel_reads_nothing_in_front_of_the_order_of_pairs(hopper: torch.device) -> None:
+    """Programs look two items ahead, and so past the last item."""
+    experts = (torch.arange(2048 * TOP_K, device=hopper, dtype=torch.int32) % 8).view(-1, TOP_K)
+    pairs = PairSorter(8, TOP_K, hopper)(experts, TILE_ROWS)
+    weight = random_weight("bf16", 8, 2 * INNER, HIDDEN, hopper)
+    x = torch.randn(len(experts), HIDDEN, device=hopper).to(torch.bfloat16)
+
+    def multiply(order: torch.Tensor) -> torch.Tensor:
+        return grouped_matmul(
+            x,
+            weight,
+            evolve(pairs, order=order),
+            TILE_ROWS,
+            TILE,
+            dtype=torch.bfloat16,
+            top_k=TOP_K,
+            gather=True,
+            activation="silu",
+        )
+
+    assert torch.equal(multiply(guarded(pairs.order)), multiply(pairs.order))
 
 
 @pytest.mark.gpu
