@@ -27,8 +27,7 @@ from attrs import asdict
 
 from engine.cli.bench.report import Row, report, write
 from engine.core.device import find_device
-from engine.core.distributed import Rendezvous, join
-from engine.core.distributed.rank_group import RankGroup
+from engine.core.distributed import RankGroup, Rendezvous, join
 from engine.ops.norm.all_reduce_rms_norm import all_reduce_rms_norm
 from engine.ops.norm.rms_norm import add_rms_norm
 
