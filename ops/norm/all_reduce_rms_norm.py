@@ -3,8 +3,8 @@
 One program per row and rank. In one shot each rank sends its row to all others, which adds little latency but moves the
 row to every rank. In two shots each rank sends its row to the rank that owns it, which adds up the rows and sends the
 sum to all others: with more than two ranks fewer bytes, but twice the latency. Rows are messages without flags
-(ops/common/polling.py). They are summed in float32 in the order of ranks; in two shots the sum is rounded before it is
-sent. So the results are the same on all ranks to the last bit.
+(ops/common/polling.py). They are summed in float32, in one order on all ranks; in two shots the sum is rounded before
+it is sent. So the results are the same on all ranks to the last bit.
 
 A row has two buffers, used in turn: a rank may still read one while another rank writes the other. `epochs` counts, for
 each row, the calls that had this row. By the time that a buffer is written again, all ranks have read it: the writer
