@@ -8,7 +8,8 @@ the programs leave partial results in a workspace, and the last of them to finis
 
 A program with the end of one sequence and the start of another finishes late, because it fills its pipeline twice. If
 there are few sequences, the list is therefore padded so that each of them starts at the start of a range, unless that
-makes all ranges much longer.
+makes all ranges much longer. Merging takes 2 to 3 us. If there is a program for each sequence, and the longest is not
+much longer than a range, each sequence is therefore a range of its own.
 
 The query heads of a KV head are the rows (M) of the matrix products, so keys and values are read once for all of them.
 A float8 cache with 16-bit queries has its own loop (paged_decode_float8) and launch parameters (paged_decode_config).
@@ -28,6 +29,8 @@ from engine.ops.common.launch import dependent_launch, prefetch_lines_where, rel
 
 MIN_PARTS = tl.constexpr(4)
 """With at least this many programs per sequence, ranges may be padded, so that none has tiles of two sequences."""
+WHOLE_RATIO = tl.constexpr(4)
+"""Where sequences are not divided, ranges are up to this many times as long as they would be otherwise."""
 LINE_BYTES = tl.constexpr(128)
 """Size of a line of the L2 cache."""
 
@@ -100,6 +103,8 @@ def paged_decode(
         BLOCK_G=triton.next_power_of_2(group),
         BLOCK_D=triton.next_power_of_2(folded_dim),
         MERGE_SIZE=merge_size(group, head_dim, config),
+        EXTRA_TILES=config.extra_tiles,
+        MIN_TILES=config.min_tiles,
         FLOAT8=float8,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -148,6 +153,8 @@ def _decode_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MERGE_SIZE: tl.constexpr,
+    EXTRA_TILES: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     FLOAT8: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -159,8 +166,17 @@ def _decode_kernel(
     context_lens = tl.load(context_lens_ptr + offs_b, mask=offs_b < num_sequences, other=0)
     tile_counts = tl.cdiv(context_lens, BLOCK_N) - _first_tile(context_lens, window, WINDOWED, BLOCK_N)
     num_tiles = tl.sum(tile_counts, 0)
+    longest = tl.max(tile_counts, 0)
     tiles_per_program = tl.cdiv(num_tiles, num_programs)
-    if num_sequences * MIN_PARTS <= num_programs:
+    if MIN_TILES > 1:
+        tiles_per_program = tl.maximum(tiles_per_program, tl.minimum(tl.cdiv(longest, MERGE_SIZE), MIN_TILES))
+    whole_tiles = tl.minimum(tiles_per_program + EXTRA_TILES, tiles_per_program * WHOLE_RATIO)
+    if (num_sequences <= num_programs) & (longest <= whole_tiles):
+        # One range per sequence, so that nothing is merged.
+        tiles_per_program = longest
+        tile_counts = tl.minimum(tile_counts, 1) * longest
+        num_tiles = num_sequences * longest
+    elif num_sequences * MIN_PARTS <= num_programs:
         # Pad every sequence to whole ranges, as short as the number of programs allows, or nearly; but not if that
         # makes ranges more than a quarter longer.
         range_tiles = tiles_per_program

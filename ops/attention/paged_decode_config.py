@@ -30,6 +30,10 @@ class DecodeConfig:
     """Programs per multiprocessor, whose shared memory must hold the tiles of all of them."""
     fold: int = 1
     """Adjacent KV heads that a program processes as one wide head; divides the number of KV heads."""
+    extra_tiles: int = 0
+    """Ranges are longer by up to this many tiles where then no sequence is divided among programs."""
+    min_tiles: int = 1
+    """Minimum tiles per range if some sequence otherwise had more parts than are merged in one go."""
 
     def programs_per_head(self, num_kv_heads: int, device: torch.device) -> int:
         """Number of programs that run concurrently on `device` per `fold` KV heads."""
@@ -56,6 +60,11 @@ class Preset:
     """KV heads are folded up to this many bytes per position."""
     max_sequences: float = 0
     """Up to this many sequences, any number of pairs."""
+    min_result: int = 1
+    """Minimum size of the result per KV head, in numbers, with query heads padded to a power of two."""
+    max_result: float = math.inf
+    extra_tiles: int = 0
+    min_tiles: int = 1
 
     def limit(self, num_kv_heads: int) -> float:
         """Maximum number of sequences, not necessarily an integer."""
@@ -63,45 +72,54 @@ class Preset:
 
 
 PRESETS = (
-    Preset(8, 8192, num_warps=4, num_stages=4, programs_per_sm=1, max_sequences=1),
-    Preset(127, 16384, num_warps=4, num_stages=4, programs_per_sm=2),
-    Preset(768, 16384, num_warps=2, num_stages=2, programs_per_sm=4, max_sequences=96),
-    Preset(math.inf, 4096, num_warps=1, num_stages=3, programs_per_sm=8),
+    Preset(8, 8192, num_warps=4, num_stages=4, programs_per_sm=1, extra_tiles=2, max_sequences=1),
+    Preset(127, 16384, num_warps=4, num_stages=4, programs_per_sm=2, extra_tiles=4),
+    Preset(399, 4096, num_warps=1, num_stages=3, programs_per_sm=8, extra_tiles=16, max_result=256),
+    Preset(528, 16384, num_warps=2, num_stages=2, programs_per_sm=4, extra_tiles=2),
+    Preset(768, 16384, num_warps=2, num_stages=2, programs_per_sm=4, extra_tiles=2, max_sequences=96, min_result=257),
+    Preset(math.inf, 4096, num_warps=1, num_stages=3, programs_per_sm=8, extra_tiles=16),
 )
-"""The fastest, or nearly, of those that benchmarks/attention.py --tune tries, on an H200.
+"""The fastest, or nearly, of those that benchmarks/attention.py --tune tries, on an H200. Extra tiles and the presets
+of small results were chosen on an H100, within layers (h100-decode-ranges.json).
 
 One sequence is divided among few programs, because merging their partial results takes time: 2048 tokens take 9.8 us
 per layer, and 17.4 us with twice as many programs. Large batches use small tiles and small programs: little of the last
 tile is wasted, and programs hide each other's latency. 256 contexts of 210 tokens take 58.7 us, and 64.8 us with tiles
 four times as large. In between, of 8 KV heads, 16 contexts of up to 2048 tokens take 31.9 us with the second and the
-third; 32 of 512, 24.3 and 22.7; 48 of 4096, 148.3 and 145.9. Of 14 KV heads, 33 contexts of up to 3072 tokens take
-125.3 us with the third and 145.1 with the last, so the third serves up to 96 sequences in any case.
+fourth; 32 of 512, 24.3 and 22.7; 48 of 4096, 148.3 and 145.9.
+
+Small programs merge small results in little time. For two query heads per KV head, 32 contexts of 190 tokens take
+12.8 us by the third and 14.1 by the fourth; 32 of up to 2048, 58.4 and 59.7. For four, 14.1 and 13.8, 60.4 and 60.0.
+64 sequences of 8 KV heads have one program each in the fourth.
 """
 NARROW_PRESETS = (
-    Preset(8, 8192, num_warps=4, num_stages=4, programs_per_sm=1, row_bytes=128, max_sequences=1),
-    Preset(47, 16384, num_warps=4, num_stages=4, programs_per_sm=2, row_bytes=128),
-    Preset(127, 8192, num_warps=4, num_stages=4, programs_per_sm=3, row_bytes=128),
-    Preset(255, 16384, num_warps=2, num_stages=2, programs_per_sm=4, row_bytes=128),
-    Preset(399, 16384, num_warps=2, num_stages=2, programs_per_sm=4),
-    Preset(math.inf, 4096, num_warps=1, num_stages=3, programs_per_sm=8),
+    Preset(8, 8192, num_warps=4, num_stages=4, programs_per_sm=1, row_bytes=128, extra_tiles=2, max_sequences=1),
+    Preset(47, 16384, num_warps=4, num_stages=4, programs_per_sm=2, row_bytes=128, extra_tiles=2),
+    Preset(127, 8192, num_warps=4, num_stages=4, programs_per_sm=3, row_bytes=128, extra_tiles=5),
+    Preset(399, 8192, num_warps=4, num_stages=4, programs_per_sm=3, row_bytes=128, extra_tiles=10, min_result=129),
+    Preset(math.inf, 4096, num_warps=1, num_stages=3, programs_per_sm=8, extra_tiles=16),
 )
 """The same for heads of at most 128 bytes per position, such as 64 of 16 bits.
 
 Folding halves the number of heads, and so makes each program's results be merged with twice as many others: with few
 sequences that costs more than wider rows gain. 4 contexts of up to 8192 tokens of 8 KV heads take 22.1 us, and 26.1
-folded; 32 of 2048 take 34.3, and 32.1 folded; 60 of 200 take 17.8, and 13.1 folded in small tiles. On an H100, 17
-contexts of up to 10749 tokens of 3 KV heads take 42.6 us with the third and 44.8 with the fourth.
+folded; 60 of 200 take 17.8, and 13.1 folded in small tiles. On an H100, of four query heads per KV head, 32 contexts of
+190 tokens take 7.9 us with the fourth, and 10.3 with two heads folded, two warps and tiles of 64 keys; 32 of 512 16.8
+and 18.8; but 32 of 1024 to 2048 43.6 and 42.2.
 """
 FLOAT8_PRESETS = (
-    Preset(391, 16384, num_warps=4, num_stages=3, programs_per_sm=2, row_bytes=128),
-    Preset(1543, 8192, num_warps=2, num_stages=3, programs_per_sm=4, row_bytes=128),
-    Preset(math.inf, 8192, num_warps=1, num_stages=2, programs_per_sm=8),
+    Preset(264, 16384, num_warps=4, num_stages=3, programs_per_sm=2, row_bytes=128, extra_tiles=2, min_tiles=2),
+    Preset(1543, 8192, num_warps=2, num_stages=3, programs_per_sm=4, row_bytes=128, extra_tiles=4),
+    Preset(math.inf, 8192, num_warps=1, num_stages=2, programs_per_sm=8, extra_tiles=2),
 )
 """The same for a float8 cache (h200-float8-decode.json).
 
 Eight warps per multiprocessor have 128 KB in flight. With more than 168 registers per thread, exactly eight warps fit.
 If more fitted, programs would be distributed unevenly, because they start wherever there is room while the previous
 kernel ends: 64 contexts of 4096 tokens then take 159 us instead of 130.
+
+The first has a program per pair up to 264 pairs, on 132 multiprocessors. On an H100, of 8 KV heads, 40 contexts of 190
+tokens take 13.2 us with the first and 9.8 with the second; 40 of 100 to 2048, 40.5 and 41.5.
 """
 
 
@@ -113,12 +131,13 @@ def decode_configs(
     itemsize: bytes per number in the cache; shared_memory: bytes per multiprocessor;
     heads: numbers of query and KV heads.
     """
-    configs = []
+    configs: list[tuple[float, DecodeConfig]] = []
     presets = PRESETS if triton.next_power_of_2(head_dim) * itemsize > 128 else NARROW_PRESETS
     for preset in presets if itemsize > 1 else FLOAT8_PRESETS:
         head_bytes = triton.next_power_of_2(head_dim) * itemsize
         fold = folded_heads(head_bytes, heads, preset.row_bytes, MIN_M if itemsize > 1 else FLOAT8_MIN_M)
-        if preset.limit(heads[1]) < 1:
+        result = triton.next_power_of_2(heads[0] // heads[1]) * head_dim
+        if preset.limit(heads[1]) < 1 or not preset.min_result <= result <= preset.max_result:
             continue
         head_bytes *= fold
         # Shared memory per program besides the tiles: queries, softmax weights and sums exchanged between warps.
@@ -137,7 +156,11 @@ def decode_configs(
             num_stages=num_stages,
             programs_per_sm=max(1, min(preset.programs_per_sm, shared_memory // program_bytes)),
             fold=fold,
+            extra_tiles=preset.extra_tiles,
+            min_tiles=preset.min_tiles,
         )
+        if configs and configs[-1][1] == config:
+            configs.pop()
         configs.append((preset.limit(heads[1]), config))
     return tuple(configs)
 

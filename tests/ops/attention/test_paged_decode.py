@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import triton
-from attrs import define
+from attrs import define, evolve
 
 from engine.core.attention.base import AttentionSpec
 from engine.ops.attention import paged_decode as module
 from engine.ops.attention.paged_decode import pad_sequences, paged_decode
 from engine.ops.attention.paged_decode_config import DecodeConfig, decode_configs
-from engine.ops.attention.paged_decode_merge import DecodeWorkspace
+from engine.ops.attention.paged_decode_merge import DecodeWorkspace, merge_size
 from engine.testing.attention_cases import dense_attention
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -155,6 +155,53 @@ def test_decode_shares_ranges_where_those_of_one_sequence_would_be_much_longer()
     case.run(workspace)
     written = ~workspace.acc.flatten(2).isnan().all(2)
     assert written.all(1).any()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "programs", "extra_tiles", "whole"),
+    [
+        ([64] * 5, 7, 1, True),  # 20 tiles in ranges of 3 or 4
+        ([64] * 5, 7, 0, False),
+        ([1, 100, 33, 17, 64], 5, 3, True),  # 17 tiles in ranges of 4; the longest sequence has 7
+        ([1, 100, 33, 17, 64], 5, 2, False),
+        ([1, 100, 33, 17, 64], 4, 3, False),
+        ([64, 50], 40, 9, True),  # ranges of 1 tile, or of 4
+        ([65, 50], 40, 9, False),
+        ([64], 1, 0, True),
+    ],
+)
+def test_decode_divides_no_sequence_where_ranges_become_little_longer(
+    lengths: Sequence[int], programs: int, extra_tiles: int, whole: bool
+) -> None:
+    config = evolve(SMALL, extra_tiles=extra_tiles)
+    case = Case(lengths, heads=(4, 2))
+    case.check(programs, config)
+    workspace = case.workspace(programs)
+    case.run(workspace, config)
+    assert bool(workspace.acc.isnan().all()) == whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_decode_divides_no_sequence_within_a_window_and_with_sinks(dtype: torch.dtype) -> None:
+    """Windows of 50 positions have up to 5 tiles."""
+    config = evolve(SMALL, extra_tiles=4)
+    kv_dtype = torch.float8_e4m3fn if dtype == torch.float16 else None
+    case = Case([300, 70, 1, 129], window=50, has_sinks=True, dtype=dtype, kv_dtype=kv_dtype)
+    case.check(6, config)
+    workspace = case.workspace(6)
+    case.run(workspace, config)
+    assert workspace.acc.isnan().all()
+
+
+@pytest.mark.parametrize(("length", "parts"), [(16 * 16, 16), (16 * 16 + 1, 9), (38 * 16, 19), (70 * 16, 35)])
+def test_decode_makes_ranges_longer_where_more_parts_than_are_merged_at_once(length: int, parts: int) -> None:
+    config = evolve(SMALL, min_tiles=2)
+    assert merge_size(2, 32, config) == 16
+    case = Case([length])
+    case.check(80, config)
+    workspace = case.workspace(80)
+    case.run(workspace, config)
+    assert int((~workspace.acc.flatten(2).isnan().all(2)).sum()) == parts
 
 
 def test_decode_attends_to_few_sequences_within_a_window() -> None:
@@ -336,6 +383,7 @@ def test_decode_scales_values(programs: int) -> None:
         ((32, 32), 128, torch.float8_e4m3fn),
         ((32, 8), 64, torch.float8_e4m3fn),
         ((32, 8), 128, torch.bfloat16),
+        ((16, 8), 128, torch.bfloat16),
         ((32, 8), 64, torch.bfloat16),
     ],
 )
@@ -369,9 +417,9 @@ def test_decode_launches_exactly_the_programs_that_fit(
         assert min(by_registers, by_memory) == config.programs_per_sm
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(5))
 def test_decode_attends_with_each_config(number: Any) -> None:
-    config = decode_configs(32, 4, 233472)[number][1]
+    config = decode_configs(32, 4, 233472, (8, 1))[number][1]
     Case([50, 130, 7]).check(config.programs_per_sm, config)
 
 

@@ -32,17 +32,32 @@ def test_decode_configs_fit_a_multiprocessor(head_dim: int, itemsize: int, share
 def test_decode_configs_equal_the_presets_with_the_shared_memory_of_an_h200() -> None:
     """228 KB per multiprocessor, heads of 128."""
     assert [attrs.astuple(config) for _, config in decode_configs(128, 2, 233472, (32, 8))] == [
-        (32, 4, 4, 1, 1),
-        (64, 4, 4, 2, 1),
-        (64, 2, 2, 4, 1),
-        (16, 1, 3, 8, 1),
+        (32, 4, 4, 1, 1, 2, 1),
+        (64, 4, 4, 2, 1, 4, 1),
+        (64, 2, 2, 4, 1, 2, 1),
+        (16, 1, 3, 8, 1, 16, 1),
     ]
     assert [attrs.astuple(config) for _, config in decode_configs(128, 1, 233472, (32, 8))] == [
-        (128, 4, 3, 2, 1),
-        (64, 2, 3, 4, 1),
-        (32, 1, 2, 8, 2),
+        (128, 4, 3, 2, 1, 2, 2),
+        (64, 2, 3, 4, 1, 4, 1),
+        (32, 1, 2, 8, 2, 2, 1),
     ]
-    assert attrs.astuple(decode_configs(128, 1, 233472, (64, 8))[-1][1]) == (64, 1, 2, 8, 1)
+    assert attrs.astuple(decode_configs(128, 1, 233472, (64, 8))[-1][1]) == (64, 1, 2, 8, 1, 2, 1)
+
+
+def test_decode_configs_of_small_results_have_small_programs_from_fewer_sequences_on() -> None:
+    """Two query heads of 128 per KV head, not three."""
+    small, large = (decode_configs(128, 2, 233472, (group * 8, 8)) for group in (2, 3))
+    assert [(limit, config.num_warps) for limit, config in small[1:]] == [
+        (15.875, 4),
+        (49.875, 1),
+        (66, 2),
+        (math.inf, 1),
+    ]
+    assert [(limit, config.num_warps) for limit, config in large[1:]] == [(15.875, 4), (96, 2), (math.inf, 1)]
+    small, large = (decode_configs(64, 2, 233472, (group * 8, 8)) for group in (2, 3))
+    assert [limit for limit, _ in small] == [1, 5.875, 15.875, math.inf]
+    assert [limit for limit, _ in large] == [1, 5.875, 15.875, 49.875, math.inf]
 
 
 @pytest.mark.parametrize(
@@ -75,25 +90,24 @@ def test_folded_heads_fills_rows_and_padding(
         (128, 4, [2, 31, 192, math.inf]),
         (128, 16, [1, 7, 96, math.inf]),
         (128, 128, [1, 96, math.inf]),
-        (64, 8, [1, 5, 15, 31, 49, math.inf]),
-        (64, 3, [2, 15, 42, 85, 133, math.inf]),
+        (64, 8, [1, 5, 15, 49, math.inf]),
+        (64, 3, [2, 15, 42, 133, math.inf]),
     ],
 )
 def test_decode_configs_count_pairs_of_sequences_and_kv_heads(dim: int, kv_heads: int, limits: list[float]) -> None:
     """Presets for less than one sequence are left out."""
-    found = decode_configs(dim, 2, 233472, (kv_heads, kv_heads))
+    found = decode_configs(dim, 2, 233472, (4 * kv_heads, kv_heads))
     assert [limit if limit == math.inf else int(limit) for limit, _ in found] == limits
 
 
 def test_decode_configs_of_narrow_heads_fold_kv_heads_of_large_batches() -> None:
     """Heads of 64 in 16 bits, on an H200."""
     assert [attrs.astuple(config) for _, config in decode_configs(64, 2, 233472, (32, 8))] == [
-        (64, 4, 4, 1, 1),
-        (128, 4, 4, 2, 1),
-        (64, 4, 4, 3, 1),
-        (128, 2, 2, 4, 1),
-        (64, 2, 2, 4, 2),
-        (16, 1, 3, 8, 2),
+        (64, 4, 4, 1, 1, 2, 1),
+        (128, 4, 4, 2, 1, 2, 1),
+        (64, 4, 4, 3, 1, 5, 1),
+        (64, 4, 4, 3, 1, 10, 1),
+        (16, 1, 3, 8, 2, 16, 1),
     ]
     assert {config.fold for _, config in decode_configs(64, 2, 233472, (18, 3))} == {1}
     assert {config.fold for _, config in decode_configs(64, 2, 233472, (72, 8))} == {1}
