@@ -1,11 +1,15 @@
 """Attention backends alone on a GPU: microseconds per layer of decode, TFLOP/s of prefill.
 
-    python benchmarks/attention.py triton torch [--only 256x640] [--kv-dtype float8_e4m3fn] [--json FILE]
+    python benchmarks/attention.py triton torch [--only 256x640] [--kv-dtype float8_e4m3fn] [--in-layers] [--json FILE]
     python benchmarks/attention.py --tune [--only 256x640]
 
 Decodes are replayed from CUDA graphs over enough layers that no layer's keys and values stay in the GPU's cache;
 backends without graphs are launched one by one, as an engine does. The floor is the time to read the keys and values
 once. Every result is compared with the definition of attention.
+
+With --in-layers, each call is preceded by the projection of queries, keys and values and by their rotation, and is
+followed by the output projection; the time of a graph without attention is subtracted. Calls in direct sequence hide a
+part of what merging costs, because the next one starts meanwhile.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ BYTES_PER_SECOND = 4.28e12
 COLD_BYTES = 160 << 20
 """Three times the size of its L2 cache."""
 BLOCK_SIZE, HEAD_DIM = 16, 128
+HIDDEN = 1024
+"""Inputs of the projections around attention."""
 HEADS = ((32, 8), (16, 8))
 TOLERANCE = 2e-2
 
@@ -53,14 +59,18 @@ class Shape:
         return 2 * sum(self.contexts) * self.heads[1] * HEAD_DIM * itemsize
 
 
-def shapes() -> Iterator[Shape]:
+def shapes(only: Iterable[str] = ()) -> Iterator[Shape]:
+    """The shapes of these names, which may be any like 32x190; by default a few."""
     pick = random.Random(0)
     ragged = tuple(pick.randint(100, 2048) for _ in range(256))
     sizes = [(1, 512), (8, 512), (32, 512), (64, 1024), (256, 256), (256, 640), (64, 4096)]
+    if only:
+        sizes = [(int(batch), int(context)) for batch, context in (name.split("x") for name in only if "U" not in name)]
     for heads in HEADS:
         for batch, context in sizes:
             yield Shape(name=f"{batch}x{context}", heads=heads, contexts=(context,) * batch)
-        yield Shape(name="256xU(100,2048)", heads=heads, contexts=ragged)
+        if not only or "256xU(100,2048)" in only:
+            yield Shape(name="256xU(100,2048)", heads=heads, contexts=ragged)
 
 
 @frozen
@@ -142,6 +152,39 @@ class Bench:
         return float((torch.stack(found) - torch.stack(wanted)).norm() / torch.stack(wanted).norm())
 
 
+class Projections:
+    """What a layer launches around attention, by weights of its own."""
+
+    def __init__(self, bench: Bench) -> None:
+        from engine.ops.attention.rope_and_cache import angles
+
+        spec, batch = bench.spec, bench.batch
+        self._bench = bench
+        self._x = torch.randn(batch.num_sequences, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        width = (spec.num_heads + 2 * spec.num_kv_heads) * HEAD_DIM
+        sizes = [(HIDDEN, width), (spec.num_heads * HEAD_DIM, HIDDEN)]
+        self._weights = [
+            [torch.randn(size, dtype=torch.bfloat16, device="cuda") * size[0] ** -0.5 for size in sizes]
+            for _ in range(spec.num_layers)
+        ]
+        last = batch.context_lens.long() - 1
+        blocks = batch.block_tables.gather(1, (last // BLOCK_SIZE)[:, None])[:, 0].long()
+        self._slots = blocks * BLOCK_SIZE + last % BLOCK_SIZE
+        self._angles = angles(last, torch.ones(HEAD_DIM // 2, device="cuda"), 1.0)
+
+    def run(self, layer: int, decode: Decode | None) -> None:
+        """Run a layer, or all of it but attention."""
+        from engine.ops.attention.rope_and_cache import rotate_and_write
+
+        spec, pool = self._bench.spec, self._bench.pool
+        project, project_output = self._weights[layer]
+        qkv = self._x @ project
+        rotate_and_write(qkv, pool.keys[layer], pool.values[layer], self._slots, *self._angles, spec.num_heads)
+        q = qkv.view(len(qkv), -1, HEAD_DIM)[:, : spec.num_heads]
+        out = q if decode is None else decode(layer, q)
+        out.reshape(len(qkv), -1) @ project_output
+
+
 def microseconds(work: Callable[[], Any], rounds: int = 15) -> float:
     """Return the median time of `work`."""
     for _ in range(3):
@@ -169,6 +212,22 @@ def time_layers(bench: Bench, decode: Decode, captured: bool = True) -> tuple[fl
     return spent, max(error, bench.error(outs[0]))
 
 
+def time_in_layers(bench: Bench, decode: Decode) -> tuple[float, float]:
+    """As `time_layers`, between the kernels of a layer, whose time is subtracted."""
+    error = bench.error(decode(0, bench.q))
+    projections = Projections(bench)
+    spent = []
+    for call in (decode, None):
+        projections.run(0, call)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for layer in range(bench.spec.num_layers):
+                projections.run(layer, call)
+        spent.append(microseconds(graph.replay) / bench.spec.num_layers)
+    return spent[0] - spent[1], error
+
+
 def decode_of(bench: Bench, cls: type[AttentionBackend[Any, Any]]) -> tuple[Decode, bool]:
     backend = bench.backend(cls)
     captured = cls.graphs in ("decode", "any")
@@ -182,14 +241,20 @@ def prefill_tflops(spent: float, heads: int, sequences: int, length: int) -> flo
     return 2 * HEAD_DIM * heads * sequences * length * length / spent / 1e6
 
 
-def run_decodes(names: Iterable[str], chosen: Iterable[Shape], kv_dtype: str) -> list[dict[str, Any]]:
+def run_decodes(
+    names: Iterable[str], chosen: Iterable[Shape], kv_dtype: str, *, in_layers: bool = False
+) -> list[dict[str, Any]]:
     classes = {name: load_plugins().attention.get(name).load() for name in names}
     rows = []
     for shape in chosen:
         bench = Bench.decode(shape, kv_dtype)
         floor = shape.layer_bytes(getattr(torch, kv_dtype).itemsize) / BYTES_PER_SECOND * 1e6
         for name, cls in classes.items():
-            spent, error = time_layers(bench, *decode_of(bench, cls))
+            decode, captured = decode_of(bench, cls)
+            if in_layers and captured:
+                spent, error = time_in_layers(bench, decode)
+            else:
+                spent, error = time_layers(bench, decode, captured)
             rows.append(
                 {
                     "backend": name,
@@ -322,6 +387,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backends", nargs="*", default=["triton"], help="attention plugins by name")
     parser.add_argument("--only", action="append", help="shapes to do, like 256x640; may be repeated")
+    parser.add_argument("--in-layers", action="store_true", help="measure decode between the other kernels of a layer")
     parser.add_argument("--kv-dtype", default="bfloat16", help="type of keys and values")
     parser.add_argument("--prefill", default="16x2048", help="sequences x length, or 0x0 for none")
     parser.add_argument(
@@ -331,13 +397,13 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    chosen = [shape for shape in shapes() if not options.only or shape.name in options.only]
+    chosen = list(shapes(options.only or ()))
     sequences, length = map(int, options.prefill.split("x"))
     with torch.inference_mode():
         if options.tune:
             rows = tune(chosen, options.kv_dtype, sequences, length)
         else:
-            rows = run_decodes(options.backends, chosen, options.kv_dtype)
+            rows = run_decodes(options.backends, chosen, options.kv_dtype, in_layers=options.in_layers)
             if sequences:
                 rows += run_prefills(options.backends, options.kv_dtype, sequences, length)
     if options.json:
