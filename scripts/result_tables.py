@@ -122,12 +122,12 @@ def methods_tables() -> str:
 
 
 def ablation_table() -> str:
-    """What each optimisation is worth."""
+    """What each optimization is worth."""
     report = load_result("h200-ablation")
     if report is None:
         return ""
     text = f"{report['settings']['model']}, one setting changed at a time. {where(report)}"
-    return section("What each optimisation is worth", text, [by_case(report, number)])
+    return section("What each optimization is worth", text, [by_case(report, number)])
 
 
 LOAD_METRICS = {
