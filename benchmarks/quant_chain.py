@@ -114,7 +114,7 @@ class Chain:
         if rows > 1 and fine.shared_memory(self.layout) <= shared_memory(self.device):
             for most in PROGRAMS_PER_SM:
                 split = with_even_splits(fine, self.gemm_shape(name), rows, most * num_sms(self.device))
-                found += [split, evolve(split, ahead=PREFETCHED_BLOCKS)]
+                found += [split, evolve(split, ahead=PREFETCHED_BLOCKS[self.layout.bits])]
         return list(dict.fromkeys(found))
 
     def compile(self, rows: int) -> None:

@@ -145,7 +145,7 @@ def few_row_tiles(op: WeightOnlyOp, rows: int, device: torch.device) -> list[Til
     if rows > 1 and fitting.shared_memory(shape.layout) <= shared:
         for most in (PROGRAMS_PER_SM_OF_SMALL_WEIGHTS, PROGRAMS_PER_SM):
             split = with_even_splits(fitting, shape, rows, most * sms)
-            found += [split, evolve(split, ahead=PREFETCHED_BLOCKS)]
+            found += [split, evolve(split, ahead=PREFETCHED_BLOCKS[shape.layout.bits])]
     return list(dict.fromkeys(found))
 
 

@@ -7,7 +7,6 @@ from attrs import evolve
 from engine.ops.gemm.weight_only_tiles import (
     MAX_SPLITS,
     PERSISTENT_ROWS,
-    PREFETCHED_BLOCKS,
     SMALL_WEIGHTS,
     MeasuredTile,
     PersistentTile,
@@ -16,6 +15,7 @@ from engine.ops.gemm.weight_only_tiles import (
     fits_workspace,
     for_layout,
     tensor_core_tile,
+    with_even_splits,
     with_splits,
 )
 
@@ -42,6 +42,12 @@ NARROW_SHAPES = ((64, 16, 4, 6), (64, 32, 4, 4), (64, 64, 4, 3))
 tiles multiply by the same weights."""
 MAX_NARROW_PROGRAMS_PER_SM = 2
 """Up to this many tiles per multiprocessor they are tried: with more, to unpack W again for each takes too long."""
+EVEN_SPLITS_MAX_ROWS = 32
+"""Up to this many rows of x, splits that need not be a power of two are tried."""
+EVEN_PROGRAMS_PER_SM = (1, 2)
+"""Programs per multiprocessor that such splits make, at most."""
+TRIED_AHEAD = {8: 2, 4: 8}
+"""By bits of a weight: blocks that are tried to be prefetched."""
 MIN_ROWS_DOUBLED = 128
 """From this many rows of x on, twice as many splits are tried: a multiprocessor may run two programs faster than
 one."""
@@ -95,7 +101,15 @@ def _tensor_core_candidates(shape: WeightOnlyShape, rows: int, sms: int, shared:
 
 def prefetching(tile: WeightOnlyTile, shape: WeightOnlyShape) -> list[WeightOnlyTile]:
     """The same tile with prefetching, for small weights."""
-    return [evolve(tile, ahead=PREFETCHED_BLOCKS)] if shape.weight_bytes < SMALL_WEIGHTS and not tile.ahead else []
+    is_tried = shape.weight_bytes < SMALL_WEIGHTS and not tile.ahead
+    return [evolve(tile, ahead=TRIED_AHEAD[shape.layout.bits])] if is_tried else []
+
+
+def even_splits(tile: WeightOnlyTile, shape: WeightOnlyShape, rows: int, sms: int) -> list[WeightOnlyTile]:
+    """The same tile with as many splits as make EVEN_PROGRAMS_PER_SM."""
+    if rows > EVEN_SPLITS_MAX_ROWS:
+        return []
+    return [with_even_splits(tile, shape, rows, number * sms) for number in EVEN_PROGRAMS_PER_SM]
 
 
 def other_splits(tile: WeightOnlyTile, shape: WeightOnlyShape, rows: int) -> list[WeightOnlyTile]:

@@ -211,7 +211,8 @@ INPUTS_PER_SPLIT = {8: 256, 4: 768}
 """By bits of a weight: FINE_TILE has at most one split per this many inputs, or part of them."""
 MAX_UNSPLIT_INPUTS = 1024
 """Up to this many inputs, FINE_TILE is not split if three of four multiprocessors have a tile."""
-PREFETCHED_BLOCKS = 8
+PREFETCHED_BLOCKS = {8: 4, 4: 8}
+"""By bits of a weight: blocks of each row that FINE_TILE prefetches of small weights."""
 SMALL_TILE = WeightOnlyTile(rows=64, columns=UNMEASURED_MAX_ROWS, warps=4, stages=6)
 LARGE_TILE = WeightOnlyTile(rows=128, columns=UNMEASURED_MAX_ROWS, warps=4, stages=4)
 """Where there is at least one program per multiprocessor: without splits for a W8Layout, with for a GroupedLayout."""
@@ -279,7 +280,7 @@ def fine_tile(shape: WeightOnlyShape, rows: int, sms: int) -> WeightOnlyTile:
         most = sms * (PROGRAMS_PER_SM_OF_SMALL_WEIGHTS if is_small else PROGRAMS_PER_SM)
         useful = -(-shape.inputs // INPUTS_PER_SPLIT[shape.layout.bits])
         tile = with_even_splits(tile, shape, rows, min(most, useful * programs))
-    return evolve(tile, ahead=PREFETCHED_BLOCKS) if is_small else tile
+    return evolve(tile, ahead=PREFETCHED_BLOCKS[shape.layout.bits]) if is_small else tile
 
 
 def with_even_splits(tile: WeightOnlyTile, shape: WeightOnlyShape, rows: int, most: int) -> WeightOnlyTile:

@@ -30,6 +30,7 @@ from engine.ops.gemm.weight_only_candidates import (
     MEASURED_CLASSES,
     PERSISTENT_CLASSES,
     candidates,
+    even_splits,
     other_splits,
     prefetching,
 )
@@ -100,11 +101,13 @@ class WeightOnlyOp(AutotunedOp[MeasuredTile]):
         return candidates(self.shape, rows, num_sms(device), shared_memory(device), wgmma=self._wgmma)
 
     def refine(self, rows: int, ranked: Sequence[MeasuredTile]) -> Sequence[MeasuredTile]:
-        """Other numbers of splits of the fastest tile, and prefetching."""
+        """Other numbers of splits of the fastest tile, and prefetching with its own and with even splits."""
         fastest = next((tile for tile in ranked if tile is not None), None)
         if not isinstance(fastest, WeightOnlyTile):
             return []
-        return [*other_splits(fastest, self.shape, rows), *prefetching(fastest, self.shape)]
+        even = even_splits(fastest, self.shape, rows, num_sms(self._matmul.device))
+        ahead = [more for tile in (fastest, *even) for more in prefetching(tile, self.shape)]
+        return list(dict.fromkeys([*other_splits(fastest, self.shape, rows), *even, *ahead]))
 
     def name(self, candidate: MeasuredTile) -> str:
         return "library" if candidate is None else str(candidate)

@@ -69,6 +69,6 @@ def test_splits_of_fine_tiles(layout: Any, outputs: int, inputs: int, splits: in
     tile = fine_tile(shape, 4, SMS)
     assert tile.splits == splits
     is_small = shape.weight_bytes < SMALL_WEIGHTS
-    assert tile.ahead == (PREFETCHED_BLOCKS if is_small else 0)
+    assert tile.ahead == (PREFETCHED_BLOCKS[layout.bits] if is_small else 0)
     most = PROGRAMS_PER_SM_OF_SMALL_WEIGHTS if is_small else PROGRAMS_PER_SM
     assert splits == 1 or tile.programs(shape, 4) * splits <= most * SMS

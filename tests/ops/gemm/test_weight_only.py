@@ -38,7 +38,7 @@ STEPS = evolve(EARLY, stages=3, step=64, splits=2)
 """Takes blocks in parts."""
 AHEAD = WeightOnlyTile(rows=32, columns=8, warps=2, stages=6, splits=3, ahead=8)
 """Prefetches more blocks than a program multiplies; interpreted, it prefetches none."""
-PREFETCHING = evolve(FINE_TILE, ahead=PREFETCHED_BLOCKS)
+PREFETCHING = {bits: evolve(FINE_TILE, ahead=ahead) for bits, ahead in PREFETCHED_BLOCKS.items()}
 VECTOR = WeightOnlyVectorTile(rows=4, blocks=2, warps=2)
 """For one row of x; the interpreter takes long for more."""
 LIMIT = {torch.float16: 2**-9, torch.bfloat16: 2**-6}
@@ -260,11 +260,11 @@ def test_shared_memory_equals_the_compilers() -> None:
     ("layout", "outputs", "inputs", "one", "few"),
     [
         (W8Layout(dtype="int8"), 4096, 4096, WeightOnlyVectorTile(rows=4, blocks=8, warps=2), FINE_TILE),
-        (W8Layout(dtype="int8"), 1024, 2048, WeightOnlyVectorTile(rows=2, blocks=8, warps=2), PREFETCHING),
+        (W8Layout(dtype="int8"), 1024, 2048, WeightOnlyVectorTile(rows=2, blocks=8, warps=2), PREFETCHING[8]),
         (W8Layout(dtype="int8"), 28672, 4096, LARGE_TILE, LARGE_TILE),
         (W8Layout(dtype="int8"), 4096, 4095, SMALL_TILE, FINE_TILE),
-        (GroupedLayout.choose(4, 128), 1024, 2048, WeightOnlyVectorTile(rows=2, blocks=8, warps=2), PREFETCHING),
-        (GroupedLayout.choose(4, 32), 1024, 2048, WeightOnlyVectorTile(rows=2, blocks=16, warps=2), PREFETCHING),
+        (GroupedLayout.choose(4, 128), 1024, 2048, WeightOnlyVectorTile(rows=2, blocks=8, warps=2), PREFETCHING[4]),
+        (GroupedLayout.choose(4, 32), 1024, 2048, WeightOnlyVectorTile(rows=2, blocks=16, warps=2), PREFETCHING[4]),
         (GroupedLayout.choose(4, 128), 4096, 14336, LARGE_TILE, LARGE_TILE),
         (GroupedLayout.choose(8, 128), 4096, 14336, WeightOnlyVectorTile(rows=4, blocks=8, warps=2), LARGE_TILE),
     ],

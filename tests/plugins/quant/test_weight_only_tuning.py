@@ -18,13 +18,14 @@ from engine.ops.gemm.weight_only_candidates import (
     MAX_NARROW_PROGRAMS_PER_SM,
     MEASURED_CLASSES,
     NARROW_SHAPES,
+    TRIED_AHEAD,
     candidates,
+    even_splits,
     other_splits,
     prefetching,
 )
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.ops.gemm.weight_only_tiles import (
-    PREFETCHED_BLOCKS,
     WEIGHT_ONLY_MAX_ROWS,
     WeightOnlyShape,
     WeightOnlyTile,
@@ -112,11 +113,19 @@ def test_few_tiles_of_many_rows_are_also_tried_with_fewer_columns() -> None:
         assert all(tile.columns == 128 for tile in large if isinstance(tile, WeightOnlyTile) and tile.rows != 128)
 
 
+def test_splits_that_are_no_powers_of_two_are_tried_for_few_rows() -> None:
+    small = WeightOnlyShape(gated=False, weight_rows=2304, inputs=2304, layout=W8Layout(dtype="int8"))
+    tile = WeightOnlyTile(rows=32, columns=16, warps=2, stages=4, step=128)
+    assert [one.splits for one in even_splits(tile, small, 16, SMS)] == [1, 3]
+    assert even_splits(tile, small, 64, SMS) == []
+
+
 def test_small_weights_are_also_tried_with_prefetching() -> None:
     tile = WeightOnlyTile(rows=64, columns=16, warps=4, stages=6)
     small = WeightOnlyShape(gated=False, weight_rows=1024, inputs=1024, layout=LAYOUTS[0])
-    assert prefetching(tile, small) == [evolve(tile, ahead=PREFETCHED_BLOCKS)]
-    assert not prefetching(evolve(tile, ahead=PREFETCHED_BLOCKS), small)
+    assert prefetching(tile, small) == [evolve(tile, ahead=TRIED_AHEAD[4])]
+    assert prefetching(tile, evolve(small, layout=W8Layout(dtype="int8"))) == [evolve(tile, ahead=TRIED_AHEAD[8])]
+    assert not prefetching(evolve(tile, ahead=TRIED_AHEAD[4]), small)
     assert not prefetching(tile, evolve(small, weight_rows=2**15))
 
 
