@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.cli.bench.ceilings import Ceilings
 from engine.cli.bench.roofline import Roofline, stored_cost
@@ -155,3 +156,17 @@ def test_ranks_are_measured_beside_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     cases = [row["case"] for row in json.loads(file.read_text())["rows"]]
     assert cases == [f"{ranks} x, {what}" for ranks in (1, 2) for what in ("batch 1", "batch 2", "prefill 2 x 64")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_reduces_in_one_shot_and_two_equal_the_sum_on_gpus(ranks: int, tmp_path: Path) -> None:
+    """The script compares each result with float32, and between ranks bit for bit, before it measures."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs; torch sees {torch.cuda.device_count()}")
+    file = tmp_path / "result.json"
+    done = run_script("all_reduce.py", "--ranks", str(ranks), "--rows", "1", "300", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    found = {(row["metric"], row["case"]) for row in json.loads(file.read_text())["rows"]}
+    ways = ("separate", "one shot", "two shots")
+    assert found == {(way, f"{ranks} x, {rows} rows") for way in ways for rows in (1, 300)}

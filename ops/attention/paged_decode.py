@@ -9,7 +9,7 @@ the programs leave partial results in a workspace, and the last of them to finis
 A program with the end of one sequence and the start of another finishes late, because it fills its pipeline twice. If
 there are few sequences, the list is therefore padded so that each of them starts at the start of a range, unless that
 makes all ranges much longer. Merging takes 2 to 3 us. If there is a program for each sequence, and the longest is not
-much longer than a range, each sequence is therefore a range of its own.
+much longer than a range, each sequence is therefore one range.
 
 The query heads of a KV head are the rows (M) of the matrix products, so keys and values are read once for all of them.
 A float8 cache with 16-bit queries has its own loop (paged_decode_float8) and launch parameters (paged_decode_config).
@@ -31,6 +31,8 @@ MIN_PARTS = tl.constexpr(4)
 """With at least this many programs per sequence, ranges may be padded, so that none has tiles of two sequences."""
 WHOLE_RATIO = tl.constexpr(4)
 """Where sequences are not divided, ranges are up to this many times as long as they would be otherwise."""
+MANY_PARTS = tl.constexpr(16)
+"""With more parts of one sequence, ranges have MIN_TILES tiles at least."""
 LINE_BYTES = tl.constexpr(128)
 """Size of a line of the L2 cache."""
 
@@ -169,7 +171,7 @@ def _decode_kernel(
     longest = tl.max(tile_counts, 0)
     tiles_per_program = tl.cdiv(num_tiles, num_programs)
     if MIN_TILES > 1:
-        tiles_per_program = tl.maximum(tiles_per_program, tl.minimum(tl.cdiv(longest, MERGE_SIZE), MIN_TILES))
+        tiles_per_program = tl.maximum(tiles_per_program, tl.minimum(tl.cdiv(longest, MANY_PARTS), MIN_TILES))
     whole_tiles = tl.minimum(tiles_per_program + EXTRA_TILES, tiles_per_program * WHOLE_RATIO)
     if (num_sequences <= num_programs) & (longest <= whole_tiles):
         # One range per sequence, so that nothing is merged.

@@ -31,9 +31,9 @@ class DecodeConfig:
     fold: int = 1
     """Adjacent KV heads that a program processes as one wide head; divides the number of KV heads."""
     extra_tiles: int = 0
-    """Ranges are longer by up to this many tiles where then no sequence is divided among programs."""
+    """Maximum number of tiles by which a range may be longer if then no sequence is divided among programs."""
     min_tiles: int = 1
-    """Minimum tiles per range if some sequence otherwise had more parts than are merged in one go."""
+    """Minimum tiles per range if the longest sequence would have more than 16 parts (MANY_PARTS)."""
 
     def programs_per_head(self, num_kv_heads: int, device: torch.device) -> int:
         """Number of programs that run concurrently on `device` per `fold` KV heads."""
@@ -61,7 +61,7 @@ class Preset:
     max_sequences: float = 0
     """Up to this many sequences, any number of pairs."""
     min_result: int = 1
-    """Minimum size of the result per KV head, in numbers, with query heads padded to a power of two."""
+    """Minimum numbers of attention output per KV head, with query heads padded to a power of two."""
     max_result: float = math.inf
     extra_tiles: int = 0
     min_tiles: int = 1
@@ -89,7 +89,7 @@ four times as large. In between, of 8 KV heads, 16 contexts of up to 2048 tokens
 fourth; 32 of 512, 24.3 and 22.7; 48 of 4096, 148.3 and 145.9.
 
 Small programs merge small results in little time. For two query heads per KV head, 32 contexts of 190 tokens take
-12.8 us by the third and 14.1 by the fourth; 32 of up to 2048, 58.4 and 59.7. For four, 14.1 and 13.8, 60.4 and 60.0.
+12.8 us by the third and 14.1 by the fourth; 32 of up to 2048, 58.4 and 59.7. For four, 14.1 and 13.9, 60.4 and 60.0.
 64 sequences of 8 KV heads have one program each in the fourth.
 """
 NARROW_PRESETS = (
@@ -105,7 +105,7 @@ Folding halves the number of heads, and so makes each program's results be merge
 sequences that costs more than wider rows gain. 4 contexts of up to 8192 tokens of 8 KV heads take 22.1 us, and 26.1
 folded; 60 of 200 take 17.8, and 13.1 folded in small tiles. On an H100, of four query heads per KV head, 32 contexts of
 190 tokens take 7.9 us with the fourth, and 10.3 with two heads folded, two warps and tiles of 64 keys; 32 of 512 16.8
-and 18.8; but 32 of 1024 to 2048 43.6 and 42.2.
+and 18.7; but 32 of 1024 to 2048 43.6 and 42.2.
 """
 FLOAT8_PRESETS = (
     Preset(264, 16384, num_warps=4, num_stages=3, programs_per_sm=2, row_bytes=128, extra_tiles=2, min_tiles=2),

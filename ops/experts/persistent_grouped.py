@@ -56,10 +56,10 @@ _MAX_INT8_WIDTH = gl.constexpr(128)  # outputs per wgmma instruction of int8: th
 
 @gluon.jit
 def _place_of_item(item, items, pairs, outputs, BLOCK: gl.constexpr):
-    """Expert of an item, its first row, the end of its expert's rows, and its first output; no rows past the last item.
+    """Expert of an item, its first row, the end of its expert's rows, and its first output.
 
     Consecutive items are the tiles of an expert for one block of outputs, BAND at most, then for the next block, so
-    that both W and x are read from memory once and then from the L2 cache.
+    that both W and x are read from memory once and then from the L2 cache. Past the last item, rows begin at their end.
     """
     _, tile_experts, tile_begins, tile_ends, tile_firsts = pairs
     blocks = gl.cdiv(outputs, BLOCK)
@@ -70,7 +70,7 @@ def _place_of_item(item, items, pairs, outputs, BLOCK: gl.constexpr):
     end = gl.load(tile_ends + other, mask=inside, other=0)
     first = gl.load(tile_firsts + other, mask=inside, other=0)
     begin -= (other - first) * _ROWS
-    tiles = gl.cdiv(end - begin, _ROWS)
+    tiles = gl.maximum(gl.cdiv(end - begin, _ROWS), 1)
     height = gl.cdiv(tiles, gl.cdiv(tiles, _BAND))
     item -= first * blocks
     band = item // (height * blocks)

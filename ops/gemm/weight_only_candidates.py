@@ -45,9 +45,9 @@ MAX_NARROW_PROGRAMS_PER_SM = 2
 EVEN_SPLITS_MAX_ROWS = 32
 """Up to this many rows of x, splits that need not be a power of two are tried."""
 EVEN_PROGRAMS_PER_SM = (1, 2)
-"""Programs per multiprocessor that such splits make, at most."""
+"""Maximum programs per multiprocessor of such splits, which are distributed evenly."""
 TRIED_AHEAD = {8: 2, 4: 8}
-"""By bits of a weight: blocks that are tried to be prefetched."""
+"""By bits of a weight: blocks whose prefetching is tried, for more rows of x than FINE_TILE serves."""
 MIN_ROWS_DOUBLED = 128
 """From this many rows of x on, twice as many splits are tried: a multiprocessor may run two programs faster than
 one."""
@@ -106,7 +106,7 @@ def prefetching(tile: WeightOnlyTile, shape: WeightOnlyShape) -> list[WeightOnly
 
 
 def even_splits(tile: WeightOnlyTile, shape: WeightOnlyShape, rows: int, sms: int) -> list[WeightOnlyTile]:
-    """The same tile with as many splits as make EVEN_PROGRAMS_PER_SM."""
+    """The same tile with splits for at most EVEN_PROGRAMS_PER_SM programs per multiprocessor."""
     if rows > EVEN_SPLITS_MAX_ROWS:
         return []
     return [with_even_splits(tile, shape, rows, number * sms) for number in EVEN_PROGRAMS_PER_SM]

@@ -4,14 +4,14 @@ One program per row and rank. In one shot each rank sends its row to all others,
 row to every rank. In two shots each rank sends its row to the rank that owns it, which adds up the rows and sends the
 sum to all others: with more than two ranks fewer bytes, but twice the latency. Rows are messages without flags
 (ops/common/polling.py). They are summed in float32, in one order on all ranks; in two shots the sum is rounded before
-it is sent. So the results are the same on all ranks to the last bit.
+it is sent. So the results are the same on all ranks to the last bit, as benchmarks/all_reduce.py checks.
 
 A row has two buffers, used in turn: a rank may still read one while another rank writes the other. `epochs` counts, for
 each row, the calls that had this row. By the time that a buffer is written again, all ranks have read it: the writer
 has received messages of the call in between, which the others send after they have finished the call before.
 
 A program waits for the other ranks' programs of the same row. These will run, since a GPU starts programs in the order
-of their numbers: the first row that is not finished is in progress on all ranks.
+of their numbers, as all of NVIDIA's have done: the first row that is not finished is in progress on all ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ReduceBuffers:
     rank: int
     ranks: int
     size: int
-    """Numbers per row, of at least 4 bytes together."""
+    """Numbers per row; a row's bytes are a multiple of 4."""
     max_rows: int
     one_shot_rows: int
     """Up to this many rows are reduced in one shot."""
@@ -44,7 +44,7 @@ class ReduceBuffers:
 
 
 @triton.jit
-def _numbers(words, dtype: tl.constexpr):
+def _unpack(words, dtype: tl.constexpr):
     """The float32 or 16-bit numbers in words, along the last dimension, as float32."""
     if dtype == tl.float32:
         numbers = words.to(tl.float32, bitcast=True)
@@ -58,8 +58,8 @@ def _numbers(words, dtype: tl.constexpr):
 
 
 @triton.jit
-def _words(numbers, dtype: tl.constexpr):
-    """The inverse of `_numbers`, of one dimension; rounds."""
+def _pack(numbers, dtype: tl.constexpr):
+    """The inverse of `_unpack`, of one dimension; rounds."""
     if dtype == tl.float32:
         words = numbers.to(tl.int32, bitcast=True)
     else:
@@ -71,6 +71,7 @@ def _words(numbers, dtype: tl.constexpr):
 
 @triton.jit
 def _messages_of(messages, rank):
+    """Pointer to a rank's messages."""
     return tl.multiple_of(tl.load(messages + rank).to(tl.pointer_type(tl.int32)), 16)
 
 
@@ -93,7 +94,7 @@ def _all_reduce_norm_kernel(
     eps,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
-    LANES: tl.constexpr,
+    PADDED_RANKS: tl.constexpr,
     MAX_ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -102,7 +103,7 @@ def _all_reduce_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK: SIZE rounded up to a power of two. LANES: RANKS likewise. PER_WORD: numbers per 32-bit word."""
+    """BLOCK: SIZE rounded up to a power of two. PADDED_RANKS: RANKS likewise. PER_WORD: numbers per 32-bit word."""
     dtype: tl.constexpr = x.dtype.element_ty
     WORDS: tl.constexpr = SIZE // PER_WORD
     row = tl.program_id(0)
@@ -110,7 +111,7 @@ def _all_reduce_norm_kernel(
     mask = column < SIZE
     word = tl.arange(0, BLOCK // PER_WORD)
     is_word = word < WORDS
-    sender = tl.arange(0, LANES)[:, None]
+    sender = tl.arange(0, PADDED_RANKS)[:, None]
     is_other = (sender < RANKS) & (sender != RANK) & is_word[None, :]
     scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     wait(PDL)
@@ -123,29 +124,29 @@ def _all_reduce_norm_kernel(
     ours = tl.load(x.to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * WORDS + word, mask=is_word, other=0)
     ours = message(ours)
     offset = row.to(tl.int64) * SIZE + column
-    before = tl.load(residual + offset, mask=mask & HAS_RESIDUAL, other=0.0).to(tl.float32)
+    residual_row = tl.load(residual + offset, mask=mask & HAS_RESIDUAL, other=0.0).to(tl.float32)
     if TWO_SHOTS:
         owner = row % RANKS
         if owner == RANK:
             words = tl.where(sender == RANK, ours[None, :], receive(inboxes, is_other, False))
-            summed = message(_words(tl.sum(_numbers(words, dtype), axis=0), dtype))
+            summed = message(_pack(tl.sum(_unpack(words, dtype), axis=0), dtype))
             _send_to_others(summed, first + RANK * WORDS, messages, is_word, RANK, RANKS)
         else:
             tl.store(_messages_of(messages, owner) + first + RANK * WORDS, ours, mask=is_word)
             summed = receive(inbox + first + owner * WORDS, is_word, False)
-        total = _numbers(summed, dtype)
+        total = _unpack(summed, dtype)
     else:
         _send_to_others(ours, first + RANK * WORDS, messages, is_word, RANK, RANKS)
         words = tl.where(sender == RANK, ours[None, :], receive(inboxes, is_other, False))
-        total = tl.sum(_numbers(words, dtype), axis=0)
+        total = tl.sum(_unpack(words, dtype), axis=0)
     # The norm is of the rounded sum that is stored, so that this layer and the next see the same residual.
-    kept = (total + before).to(dtype)
+    kept = (total + residual_row).to(dtype)
     tl.store(residual + offset, kept, mask=mask)
     total = kept.to(tl.float32)
     mean = tl.sum(total * total, axis=0) / SIZE
     normed = total * tl.rsqrt(mean + eps) * scale
     tl.store(out + offset, normed.to(dtype), mask=mask)
-    tl.store(epochs + row, epoch)  # all threads have read it: the sum above waits for them
+    tl.store(epochs + row, epoch)  # all threads have read it: the sum of squares is a barrier
 
 
 def all_reduce_rms_norm(
@@ -154,8 +155,9 @@ def all_reduce_rms_norm(
     """Reduce x over the ranks and add `residual`; returns the norm of that sum and the sum itself.
 
     x, residual: [..., size] of the buffers' dtype, at most `buffers.max_rows` rows, the same number on all ranks;
-    weight: [size]. The sum overwrites `residual`; without one it is in new memory. It is rounded to x's dtype before it
-    is normalized, and above `buffers.one_shot_rows` rows also before `residual` is added; all arithmetic is float32.
+    weight: [size]. x is aligned to 4 bytes. The sum overwrites `residual`; without one it is in new memory. It is
+    rounded to x's dtype before it is normalized, and above `buffers.one_shot_rows` rows also before `residual` is
+    added; all arithmetic is float32.
     """
     if not x.is_contiguous():
         x = x.contiguous()
@@ -175,7 +177,7 @@ def all_reduce_rms_norm(
             eps,
             RANK=buffers.rank,
             RANKS=buffers.ranks,
-            LANES=triton.next_power_of_2(buffers.ranks),
+            PADDED_RANKS=triton.next_power_of_2(buffers.ranks),
             MAX_ROWS=buffers.max_rows,
             SIZE=size,
             BLOCK=block,

@@ -1,7 +1,7 @@
-"""GPU memory with nothing mapped in front of it, so that a kernel that reads before a tensor's begin is stopped.
+"""GPU memory with nothing mapped in front of it, so that a kernel that reads before a tensor's start is stopped.
 
-In the memory of torch's allocator such a read mostly finds another tensor and goes unnoticed. The driver ends it with
-"an illegal memory access", after which the process can use the GPU no more.
+In the memory of torch's allocator such a read mostly finds another tensor and goes unnoticed. Here the driver ends it
+with "an illegal memory access". The process cannot use the GPU any more then, so its later GPU tests fail too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Memory:
 
 
 def guarded(values: torch.Tensor) -> torch.Tensor:
-    """A copy of a GPU's tensor, of int32 or float32, at the begin of mapped memory. Never freed."""
+    """A copy of a GPU's tensor, of int32 or float32, at the start of mapped memory. Never freed."""
     driver: Any = ctypes.CDLL("libcuda.so.1")
 
     def call(name: str, *arguments: Any) -> None:

@@ -66,11 +66,15 @@ def test_reduce_buffers_are_empty_and_limited_in_bytes_and_rows(shared: type[Sha
     assert (buffers.rank, buffers.ranks, buffers.max_rows, buffers.one_shot_rows) == (1, 2, 1024, 256)
     assert memory.reduce_buffers(4096, torch.bfloat16) is buffers
     assert buffers.messages.tolist()[1] == 4096
+    own = memory._reduce_buffers[4096, torch.bfloat16][1]
+    assert own.nbytes == 2 * 1024 * 2 * 4096 * 2, "two buffers of 1024 rows of two ranks"
+    assert (own.view(torch.int32) == -1).all()
     assert not buffers.epochs.any()
     large, small = memory.reduce_buffers(2**21, torch.float32), memory.reduce_buffers(64, torch.bfloat16)
     assert large is not None
     assert small is not None
     assert (large.max_rows, large.one_shot_rows, small.max_rows) == (1, 0, 1024)
+    assert memory.reduce_buffers(2**21 + 1, torch.float32) is None, "a row is larger than the limit"
     assert memory.reduce_buffers(33, torch.bfloat16) is None, "a row is not whole words"
 
 
