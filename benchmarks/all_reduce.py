@@ -13,17 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
 import torch.nn.functional as F
 from attrs import asdict
+from rank_processes import run_ranks
 
 from engine.cli.bench.report import Row, report, write
 from engine.core.device import find_device
@@ -128,22 +127,6 @@ def measure_rank(arguments: argparse.Namespace) -> list[Row]:
     return rows_found
 
 
-def run_ranks(ranks: int, arguments: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
-    """Rank 0's times with that number of ranks."""
-    meet, result = directory / f"meet-{ranks}", directory / f"result-{ranks}"
-    command = [sys.executable, __file__, "--size", str(arguments.size), "--rows", *map(str, arguments.rows)]
-    command += ["--meet", str(meet)]
-    started = [
-        subprocess.Popen([*command, "--rank", str(rank), str(ranks), "--json", f"{result}-{rank}"])
-        for rank in range(ranks)
-    ]
-    codes = [process.wait() for process in started]
-    if any(codes):
-        sys.exit(f"error: {ranks} ranks ended with exit codes {codes}; their own words are above")
-    found: list[dict[str, Any]] = json.loads(Path(f"{result}-0").read_text())
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
@@ -157,7 +140,8 @@ def main() -> None:
         arguments.json.write_text(json.dumps(list(map(asdict, measure_rank(arguments)))))
         return
     with tempfile.TemporaryDirectory() as directory:
-        found = [row for ranks in arguments.ranks for row in run_ranks(ranks, arguments, Path(directory))]
+        options = ["--size", str(arguments.size), "--rows", *map(str, arguments.rows)]
+        found = [row for ranks in arguments.ranks for row in run_ranks(__file__, ranks, options, Path(directory))[0]]
     rows = [Row(**row) for row in found]
     for case in dict.fromkeys(row.case for row in rows):
         spent = "  ".join(f"{row.metric} {row.value:6.2f}" for row in rows if row.case == case)

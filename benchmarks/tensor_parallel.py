@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any
 
 from attrs import asdict, frozen
 from models import MODELS, write_model
+from rank_processes import run_ranks
 
 from engine.cli.bench.load import opened
 from engine.cli.bench.report import Row, report, write
@@ -107,20 +106,11 @@ def measure_rank(arguments: argparse.Namespace) -> tuple[list[Row], list[Sums]]:
     return rows, sums
 
 
-def run_ranks(ranks: int, arguments: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
+def measure_ranks(ranks: int, arguments: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
     """Rank 0's step times in one run with that number of ranks, and the fraction spent in all-reduces."""
-    meet, results = directory / f"meet-{ranks}", [directory / f"result-{ranks}-{rank}" for rank in range(ranks)]
-    command = [sys.executable, __file__, "--model", arguments.model, "--device", arguments.device]
-    command += ["--steps", str(arguments.steps), "--batches", *map(str, arguments.batches), "--meet", str(meet)]
-    command += [f"--set={one}" for one in arguments.set]
-    started = [
-        subprocess.Popen([*command, "--rank", str(rank), str(ranks), "--json", str(result)])
-        for rank, result in enumerate(results)
-    ]
-    codes = [process.wait() for process in started]
-    if any(codes):
-        sys.exit(f"error: {ranks} ranks ended with exit codes {codes}; their own words are above")
-    found = [json.loads(result.read_text()) for result in results]
+    options = ["--model", arguments.model, "--device", arguments.device, "--steps", str(arguments.steps)]
+    options += ["--batches", *map(str, arguments.batches), *(f"--set={one}" for one in arguments.set)]
+    found = run_ranks(__file__, ranks, options, directory)
     rows: list[dict[str, Any]] = found[0]["rows"]
     for same in zip(*([Sums(**one) for one in each["sums"]] for each in found), strict=True):
         case = f"{ranks} x, batch {same[0].batch}"
@@ -146,7 +136,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"rows": list(map(asdict, rows)), "sums": list(map(asdict, sums))}))
         return
     with tempfile.TemporaryDirectory() as directory:
-        found = [row for ranks in arguments.ranks for row in run_ranks(ranks, arguments, Path(directory))]
+        found = [row for ranks in arguments.ranks for row in measure_ranks(ranks, arguments, Path(directory))]
     rows = [Row(**row) for row in found]
     for row in rows:
         print(f"{row.metric:<36}{row.case:<28}{row.value:12,.3f} {row.unit}")

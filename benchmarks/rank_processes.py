@@ -1,0 +1,27 @@
+"""Starts a benchmark once per rank, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def run_ranks(script: str, ranks: int, options: Sequence[str], directory: Path) -> list[Any]:
+    """Run `script` as each of the ranks; returns what they write as JSON, by rank. Ends this process if one fails.
+
+    The script takes, besides `options`, --rank RANK RANKS, --meet FILE (a file where the ranks meet) and --json FILE.
+    """
+    meet, results = directory / f"meet-{ranks}", [directory / f"result-{ranks}-{rank}" for rank in range(ranks)]
+    command = [sys.executable, script, *options, "--meet", str(meet)]
+    started = [
+        subprocess.Popen([*command, "--rank", str(rank), str(ranks), "--json", str(result)])
+        for rank, result in enumerate(results)
+    ]
+    codes = [process.wait() for process in started]
+    if any(codes):
+        sys.exit(f"error: {ranks} ranks ended with exit codes {codes}; their own words are above")
+    return [json.loads(result.read_text()) for result in results]
