@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.core import Engine, SamplingParams
+from engine.core import Engine, SamplingParams, build_step_loop, step_loop
 from engine.core.errors import ExecutorError, PluginError
+from engine.core.executors.step_times import measure_step_times
 from engine.core.layers import LayerFactory
 from engine.core.models import ForwardPass, ModelSpec
 from engine.core.speculators import DeviceSpeculator, DrafterShape, DrafterSpec, TargetRows
+from engine.core.speculators.step_timing import StepTiming
 from engine.core.types import SpeculationStats
 from engine.testing.checkpoints import make_checkpoint
 
@@ -118,8 +122,17 @@ def test_executors_of_other_processes_refuse_a_device_speculator_that_is_passed_
         build(monotone, Same, executor="multiproc")
 
 
-def test_proposals_that_cost_little_and_are_right_pay(monotone: Path) -> None:
-    """So that `auto` verifies drafts, once it has learned that they are accepted."""
+def test_auto_length_verifies_drafts_where_a_step_takes_as_long_with_as_without(
+    monotone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = itertools.count()
+
+    def clock() -> float:
+        """Each reading is 1 ms later than the one before, so all steps take equally long."""
+        return next(readings) * 1e-3
+
+    monkeypatch.setattr(build_step_loop, "measure_step_times", partial(measure_step_times, clock=clock))
+    monkeypatch.setattr(step_loop, "StepTiming", partial(StepTiming, clock=clock))
     with build(monotone, Same, speculator__length="auto", model__max_len=512) as engine:
         params = SamplingParams(temperature=0.0, max_tokens=480, ignore_eos=True)
         engine.generate([(5, 6, 7)], params)
