@@ -45,8 +45,8 @@ class ServerConfig:
     )
     api_key: tuple[str, ...] = setting(
         (),
-        "Keys of which clients must send one as a bearer token; empty: none. Options show in lists of processes:"
-        " better give keys in the environment variable ENGINE_API_KEY or in api_key_file.",
+        "API keys, one of which clients must send as a bearer token; empty: no key is needed. Options show in lists of"
+        " processes: better give keys in the environment variable ENGINE_API_KEY or in api_key_file.",
         flag="--api-key",
         secret=True,
     )
@@ -55,8 +55,8 @@ class ServerConfig:
     )
     admin_api_key: tuple[str, ...] = setting(
         (),
-        "Keys of which one opens the routes of administration, which no other API key opens; empty: the routes are"
-        " off. Better give keys in the environment variable ENGINE_ADMIN_API_KEY.",
+        "Keys that open the routes of administration, which API keys do not open; empty: the routes are off. Better"
+        " give keys in the environment variable ENGINE_ADMIN_API_KEY.",
         flag="--admin-api-key",
         secret=True,
     )
@@ -133,7 +133,7 @@ class ServerConfig:
     )
     body_timeout: float = setting(120.0, "Seconds from the end of the headers to the end of the body; then 408.")
     write_timeout: float = setting(
-        60.0, "Seconds in which a client reads nothing of what waits for it before its request is aborted."
+        60.0, "Seconds for which a client may leave a waiting response unread; then its request is aborted."
     )
     request_timeout: float = setting(
         0.0,
@@ -165,7 +165,7 @@ class ServerConfig:
         True, "Exclude the objects made at the start from garbage collections, in all processes of the server."
     )
     log_level: str = setting(
-        "warning", "Least severity that is logged.", flag="--log-level", choices=("debug", "info", "warning", "error")
+        "warning", "Minimum severity that is logged.", flag="--log-level", choices=("debug", "info", "warning", "error")
     )
     otlp_endpoint: str = setting(
         "",
@@ -183,13 +183,13 @@ class ServerConfig:
     )
     otlp_headers: tuple[str, ...] = setting(
         (),
-        "Headers of what is sent to otlp_endpoint, as NAME=VALUE: keys of the collector. Also"
+        "Headers of requests to otlp_endpoint, as NAME=VALUE, such as the collector's key. Also"
         " OTEL_EXPORTER_OTLP_TRACES_HEADERS and OTEL_EXPORTER_OTLP_HEADERS.",
         secret=True,
     )
     otlp_certificate: str = setting(
         "",
-        "PEM file of the authority that signed the certificate of otlp_endpoint; empty: those that the system trusts."
+        "PEM file of the authority that signed the certificate of otlp_endpoint; empty: the system's authorities."
         " Also OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE and OTEL_EXPORTER_OTLP_CERTIFICATE.",
     )
     otlp_resource: tuple[str, ...] = setting(
@@ -199,8 +199,8 @@ class ServerConfig:
     )
     metrics_names: str = setting(
         "engine",
-        "Names at /metrics. vllm: vLLM's names, labels and buckets for what vLLM has too, so that its dashboards and"
-        " autoscalers work unchanged; both: under both names.",
+        "Names at /metrics. vllm: vLLM's names, labels and buckets for the metrics that vLLM has too, so that its"
+        " dashboards and autoscalers work unchanged; both: under both names.",
         flag="--metrics-names",
         choices=("engine", "vllm", "both"),
     )

@@ -268,7 +268,7 @@ class ParserConfig:
 
 @frozen(kw_only=True)
 class GrammarConfig:
-    """[grammar]: the library that makes outputs match a grammar, and what a grammar may be at most."""
+    """[grammar]: the library that makes outputs match a grammar, and the limits of a grammar."""
 
     name: str = setting(AUTO, "Grammar plugin.", flag="--grammar")
     options: Mapping[str, Any] = setting({}, "Settings of the grammar plugin.", flag="--grammar-option")
@@ -285,13 +285,13 @@ class SpeculatorConfig:
     options: Mapping[str, Any] = setting({}, "Settings of the speculator.", flag="--speculator-option")
     model: str = setting(
         "",
-        "Checkpoint of a speculator that runs on the device: directory, or name on the hub (ORG/NAME). Empty: it has"
-        " none of its own.",
+        "Checkpoint of a speculator that runs on the device: directory, or name on the hub (ORG/NAME). Empty: the"
+        " speculator has no checkpoint of its own.",
         flag="--speculator-model",
     )
     quant: str = setting(
         AUTO,
-        "Quantization plugin of that checkpoint. auto: what the checkpoint's config.json names.",
+        "Quantization plugin of speculator.model. auto: the one that the checkpoint's config.json names.",
         flag="--speculator-quant",
     )
     max_drafts: int = setting(
@@ -314,8 +314,8 @@ class PluginsConfig:
     deny: tuple[str, ...] = setting((), "Do not load these entry points.")
     prefer: tuple[str, ...] = setting(
         (),
-        "Installed distributions whose plugins auto considers next to the built-in ones, by preference; plugins of"
-        " others only where no built-in one can serve.",
+        "Installed distributions whose plugins auto ranks together with the built-in ones, by preference. auto takes"
+        " plugins of other distributions only where no built-in one can serve.",
     )
 
 
