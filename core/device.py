@@ -21,7 +21,7 @@ class DeviceInfo:
     index: int = 0
     name: str = ""
     capability: tuple[int, int] | None = None
-    """CUDA compute capability; None on a CPU and on a ROCm GPU, whose numbers are those of another architecture."""
+    """CUDA compute capability; None on a CPU, and on a ROCm GPU, whose version numbers are not comparable."""
     memory_bytes: int = 0
     """Total memory, in use or not."""
 

@@ -68,12 +68,6 @@ def lazy(path: str) -> Callable[[], type]:
     return load
 
 
-# The register hooks are called once per process, when its plugins are loaded: in every command that needs plugins, in
-# the engine process and in each worker. A hook must return None. An exception makes the plugin fail to load: nothing of
-# the plugin is registered, one warning is logged, and an error follows only if the configuration selects something that
-# the plugin offers. For a plugin passed in from Python the exception is raised immediately, as a PluginError.
-
-
 @hookspec
 def register_attention(register: Register) -> None:
     """Register attention backends (engine.core.attention.AttentionBackend): call `register` once for each.
@@ -160,8 +154,8 @@ def register_commands(app: typer.Typer) -> None:
 def engine_started(engine: Engine) -> None:
     """Called at the end of `Engine(...)`, before the first request: model loaded, KV cache allocated.
 
-    Called in the engine process alone, of the plugin loaded last first. The hook only observes: an exception is logged
-    with its traceback, by the plugin's name and distribution, and the engine goes on.
+    Called in the engine process alone, for the plugin loaded last first. The hook only observes: an exception is logged
+    with its traceback and the plugin's name and distribution, and the engine goes on.
     """
 
 
@@ -169,6 +163,6 @@ def engine_started(engine: Engine) -> None:
 def engine_stopped(engine: Engine) -> None:
     """Called once by `Engine.close`, after the executor has shut down. The engine can run no more steps.
 
-    Called in the engine process alone, of the plugin loaded last first. An exception is logged, as for
+    Called in the engine process alone, for the plugin loaded last first. An exception is logged, as for
     `engine_started`, and the hooks of the remaining plugins are called.
     """

@@ -17,7 +17,7 @@ TOKEN_BYTES = array(TOKEN_TYPE).itemsize
 
 
 def packed(ids: Sequence[int]) -> bytes:
-    """Token ids as the bytes of `Tokens.pack`. Raises TypeError or OverflowError for what is no int32."""
+    """Token ids as the bytes of `Tokens.pack`. Raises TypeError or OverflowError for an id that is no int32."""
     try:
         return _form(len(ids)).pack(*ids)  # takes half the time of an array
     except struct.error:
@@ -36,7 +36,7 @@ class Tokens(Sequence[int]):
     __slots__ = ("_ids",)
 
     def __init__(self, ids: Iterable[int] = ()) -> None:
-        """Raises TypeError or OverflowError for what is no int32."""
+        """Raises TypeError or OverflowError for an id that is no int32."""
         self._ids: array[int]
         if type(ids) is Tokens:
             self._ids = ids._ids

@@ -96,10 +96,10 @@ class AttentionBackend(ABC, Generic[OptionsT, PlanT]):
 
     A KVPool holds keys and values per layer in the layout `kv_layout`; NHD is [blocks, block_size, kv_heads, head_dim].
     Before `forward`, core has rotated q and k and has written k and v of the whole batch into the pool; the context of
-    a sequence may include what another sequence of the batch has just written. A backend must not write to the pool.
-    No result may depend on slots beyond a sequence's context length, nor on blocks that are wholly behind the layer's
-    sliding window of all its queries: they may hold NaN, and belong to other sequences. A weight of 0 does not cancel a
-    NaN, so a backend should not read such values.
+    a sequence may include blocks that another sequence of the batch has just written. A backend must not write to the
+    pool. No result may depend on slots beyond a sequence's context length, nor on blocks of which no query's sliding
+    window covers any slot: both may hold NaN, and may belong to other sequences. A weight of 0 does not cancel a NaN,
+    so a backend should not read such values.
 
     A float8 pool holds quantized values. A key is its quantized value times pool.scales[layer].key; a value is its
     quantized value times pool.scales[layer].value. Both scales are 1 in other pools. The key scale may be multiplied
@@ -140,8 +140,8 @@ class AttentionBackend(ABC, Generic[OptionsT, PlanT]):
     def set_sinks(self, sinks: Sequence[torch.Tensor | None]) -> None:
         """Keep the attention sinks of a model that has them. Called once, before `plan`.
 
-        sinks: per layer, [heads] float32 of this device's query heads; None for a layer without. A head's sink is the
-        score of one more key, whose value is zero: neither scaled nor capped, and visible to every query. So the
+        sinks: per layer, [heads] float32 of this device's query heads; None for a layer without sinks. A head's sink is
+        the score, neither scaled nor capped, of one more key, whose value is zero and which every query sees. So the
         weights of a query's keys are exp(score) / (exp(sink) + the sum of exp(score) over its keys).
         """
         raise NotImplementedError(f"{type(self).__qualname__} has reads_sinks = {self.reads_sinks} and no set_sinks()")

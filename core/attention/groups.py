@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from engine.core.types import BlockKind
 
 MAX_GROUPS = 8
-"""More groups waste less memory, but each costs a block table and a plan. Only more kinds of layers make more."""
+"""Maximum number of cache groups, unless a model has more kinds of layers. More groups waste less memory, but each
+costs a block table and a plan."""
 
 
 @frozen(kw_only=True)
@@ -55,7 +56,7 @@ class CacheLayout:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block, in all memory that it has."""
+        """Bytes that one block takes in all pools; groups that share memory count once."""
         from engine.core.attention.kv_pool import KVPool
 
         return sum(max(KVPool.bytes_per_block(group.spec) for group in groups) for groups in self._by_memory())
@@ -84,7 +85,7 @@ class CacheLayout:
                 pool = pools[id(group)] = KVPool(group.spec, num_blocks, device, own, shared)
                 if group is largest and any(kind.window is not None for kind in self.kinds):
                     for tensor in (*pool.keys, *pool.values):
-                        tensor.zero_()  # finite behind the windows (AttentionBackend)
+                        tensor.zero_()  # so that memory behind the windows holds no NaN (AttentionBackend)
         return tuple(pools[id(group)] for group in self.groups)
 
     def _by_memory(self) -> list[list[CacheGroup]]:
@@ -96,11 +97,11 @@ class CacheLayout:
 
 
 def divide_layers(counts: Mapping[bool, Sequence[int]]) -> int:
-    """The maximum number of layers of a group, which a block has room for.
+    """The number of layers that a block has room for: the maximum of a group.
 
     counts: numbers of layers of the kinds without a window (False) and with one (True). All groups share the blocks, so
-    the layers that a group has less than the maximum are wasted. What is minimized is the waste of short contexts, for
-    which all groups take blocks, plus that of long ones, for which those without a window do.
+    a group with fewer layers than the maximum wastes the rest of each of its blocks. The waste of short contexts, for
+    which all groups take blocks, plus that of long ones, for which only groups without a window do, is minimized.
     """
     kinds = [*counts.get(False, ()), *counts.get(True, ())]
     long = counts.get(False, ()) or kinds

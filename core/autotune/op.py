@@ -92,7 +92,8 @@ class AutotunedOp(ABC, Generic[C]):
     def run(self, candidate: C, x: torch.Tensor, operands: Operands) -> torch.Tensor:
         """Multiply by a candidate, chosen or not. x: [rows, inputs], contiguous.
 
-        What follows the product and is the same for all candidates, such as an activation, may be left out.
+        May leave out operations after the product that are the same for all candidates, such as an activation. The
+        tuner discards the result.
         """
 
     @abstractmethod

@@ -24,8 +24,8 @@ class GrammarVocabulary:
     """The tokens of a model, as grammars see them."""
 
     tokens: tuple[bytes, ...] = field(repr=False)
-    """UTF-8 bytes by token, possibly a part of a character: as many as the model has logits. Empty for an id that is no
-    token. For a special token its name."""
+    """The UTF-8 bytes of each token, possibly part of a character; one entry per logit of the model. Empty for an id
+    that is no token; for a special token, its name."""
     special_tokens: frozenset[int] = field(repr=False)
     """Tokens that are no text, `eos_tokens` included: no text matches their names."""
     eos_tokens: frozenset[int]
@@ -57,7 +57,7 @@ class GrammarMatcher(ABC):
 
     @abstractmethod
     def accept(self, token: int) -> bool:
-        """Go on by a token. False, with nothing changed, if the token may not come."""
+        """Advance by one token. Returns False, and changes nothing, if the grammar does not allow the token."""
 
     @abstractmethod
     def rollback(self, count: int) -> None:
@@ -69,8 +69,8 @@ class GrammarMatcher(ABC):
     def fill_masks(self, masks: npt.NDArray[np.int32], draft: Sequence[int]) -> int:
         """Write the masks of the next position and of those after each token of a draft; changes nothing else.
 
-        masks: [len(draft) + 1, ceil(vocabulary / 32)] int32. Returns how many masks are written: as many as positions
-        that the grammar lets the draft reach.
+        masks: [len(draft) + 1, ceil(vocabulary / 32)] int32. Returns the number of masks written: one for the next
+        position, and one per leading token of the draft that the grammar allows.
         """
         accepted = 0
         try:
@@ -83,7 +83,7 @@ class GrammarMatcher(ABC):
             self.rollback(accepted)
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens, the first ones, may come one after the other; changes nothing."""
+        """Number of leading tokens of `tokens` that the grammar allows; changes nothing."""
         count = 0
         try:
             while count < len(tokens) and self.accept(tokens[count]):
@@ -95,8 +95,8 @@ class GrammarMatcher(ABC):
     def forced_tokens(self) -> Sequence[int]:
         """Tokens of the text that must come next, as the model would most likely write it; changes nothing.
 
-        They may come one after the other, but so may other tokens of the same text: the model has the last word. Empty
-        where different texts may come, or where to find out takes longer than a few microseconds.
+        The grammar allows these tokens in turn, but may allow other tokens of the same text too: the model decides.
+        Empty where different texts may come, or where finding out takes longer than a few microseconds.
         """
         return ()
 
@@ -122,7 +122,7 @@ class CompiledGrammar(ABC):
 
     @abstractmethod
     def matcher(self) -> GrammarMatcher:
-        """A matcher of an output without tokens. Cheap; called by one thread at a time."""
+        """A new matcher, at the beginning of an output. Cheap; called by one thread at a time."""
 
 
 class GrammarBackend(ABC, Generic[OptionsT]):

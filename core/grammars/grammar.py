@@ -42,7 +42,7 @@ class Grammar:
     kind: str = field(validator=_text)
     """json_schema, json_object, regex, choice, lark, structural_tag, or a name that a grammar plugin knows."""
     source: str = field(default="", validator=_text, repr=shortened)
-    """The grammar in its own language; of a choice its texts, as a JSON list."""
+    """The grammar in its own language; for a choice, its texts as a JSON list."""
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:

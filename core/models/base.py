@@ -41,7 +41,7 @@ class StateShape:
     """A layer that keeps a state of constant size per sequence instead of keys and values: linear attention, Mamba."""
 
     tensors: tuple[tuple[tuple[int, ...], str], ...]
-    """(shape, dtype) of each tensor of one sequence's state, over all ranks, which share the first size evenly."""
+    """(shape, dtype) of each tensor of one sequence's state, over all ranks, which shard the first dimension evenly."""
 
 
 @frozen(kw_only=True)
@@ -69,7 +69,7 @@ class ModelSpec:
     softcap: float | None = None
     """Attention scores become softcap * tanh(score / softcap). None: unchanged."""
     layer_caches: tuple[KVShape | StateShape, ...] = ()
-    """Per layer, what it caches; empty: all layers have the numbers and sizes of heads above."""
+    """What each layer caches; empty: all layers have the number and size of heads given above."""
     sinks: tuple[bool, ...] = ()
     """Per layer: whether its attention has sinks (`LayerFactory.attention`). Empty: none has."""
 
@@ -94,15 +94,15 @@ class Model(ABC):
     options_class: ClassVar[type | None] = None
     """Frozen attrs class of the model's settings. None: it has none."""
     no_graphs: str | None = None
-    """Why CUDA graphs cannot hold `forward`, a clause to follow the model's name; None: they can. An instance may set
-    it in its constructor."""
+    """Why `forward` cannot be captured in CUDA graphs, as a clause that follows the model's name; None: it can. An
+    instance may set `no_graphs` in its constructor."""
 
     @classmethod
     @abstractmethod
     def refuses(cls, config: Mapping[str, Any]) -> str | None:
         """Return a refusal: why this class cannot build this model, and what would work. None: it can.
 
-        config: of config.json, here and below.
+        config: the content of config.json, here and below.
         """
 
     @classmethod
@@ -139,14 +139,15 @@ class Model(ABC):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden_size] -> [rows, vocab_size]."""
+        """Logits of rows of hidden states: [rows, hidden_size] -> [rows, vocab_size]."""
 
     def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The max logit of each row ([rows] float32) and its token ([rows] int64); the first token of equal logits.
 
-        hidden: [rows, hidden_size]. A row with a NaN logit has the max logit NaN and an arbitrary token. Override it
-        where the output layer finds the token without keeping logits (OutputLayer.greedy). It compares the same numbers
-        as `logits` returns, rounded to the model's dtype: a greedy token is one, whatever else is in the batch.
+        hidden: [rows, hidden_size]. A row with a NaN logit has the max logit NaN and an arbitrary token. Override
+        `greedy` where the output layer finds the token without keeping logits (OutputLayer.greedy). An override must
+        compare the numbers that `logits` returns, rounded to the model's dtype, so that a sequence's greedy token does
+        not depend on the rest of the batch.
         """
         max_logits, tokens = self.logits(hidden).max(dim=-1)
         return max_logits.float(), tokens

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from engine.core.grammars import Grammar
 
 API = "1"
+"""Version of this contract."""
 
 OptionsT = TypeVar("OptionsT")
 
@@ -102,17 +103,17 @@ class ToolChoice:
 
 @frozen(kw_only=True)
 class OutputRules:
-    """What an output may be, from which a parser makes the grammar of its format."""
+    """The restrictions on an output, from which a parser makes the grammar of its format."""
 
     prompt: str
     """The rendered conversation, whose end may be the beginning of the answer."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Those that are offered, as in OpenAI's API."""
+    """The offered tools, as in OpenAI's API."""
     strict: frozenset[str] = frozenset()
     """Names of the tools whose arguments must match their schemas."""
     choice: ToolChoice = ToolChoice()
     parallel_calls: bool = True
-    """Whether there may be several calls."""
+    """Whether an output may have several calls."""
     content: Grammar | None = None
     """What the content must match; None: it is free."""
 
@@ -140,8 +141,8 @@ class OutputRules:
 class Parsing(ABC):
     """One output that is being parsed.
 
-    The pieces in which the text comes make no difference: the events of `feed` and `end`, with the texts of neighbours
-    of one class joined, depend on the whole text alone. An event comes as soon as no further text can change it.
+    How the text is cut into pieces makes no difference: the events of `feed` and `end`, with the texts of adjacent
+    events of one class joined, depend on the whole text alone. An event comes as soon as no further text can change it.
     """
 
     @property
@@ -166,7 +167,9 @@ class Parser(ABC, Generic[OptionsT]):
     """
 
     api: ClassVar[str]
+    """Version of the contract that the class was written for."""
     options_class: ClassVar[type | None] = None
+    """Frozen attrs class of the plugin's own settings ([parser.options]); None: no settings."""
     reads_calls: ClassVar[bool] = True
     """Whether it reads tool calls; if not, the server refuses tools."""
     special_tokens: ClassVar[tuple[str, ...] | None] = ()
@@ -208,7 +211,7 @@ class Parser(ABC, Generic[OptionsT]):
         raise InvalidRequestError(f"the parser {type(self).__name__} does not describe its format", "tool_choice")
 
     def template_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """An earlier message as the format's chat templates expect it; as OpenAI's API has it by default.
+        """An earlier message as the format's chat templates expect it; by default unchanged.
 
         message: `content` is a text, `reasoning_content` is absent or a text, and the arguments of each of
         `tool_calls` are an object, or a text if they are no JSON object.

@@ -196,7 +196,7 @@ class _CallReader:
                 return None
 
     def _take(self) -> None:
-        """Read what has been looked at."""
+        """Take the characters before `_at`, all of which have been looked at."""
         self._source.take(self._at)
         self._at = 0
 

@@ -25,7 +25,7 @@ def const_string(value: str) -> Format:
 
 
 def any_text(excludes: Sequence[str] = ()) -> Format:
-    """Any text without some marks."""
+    """Any text that contains none of `excludes`."""
     return {"type": "any_text", "excludes": list(excludes)}
 
 
@@ -78,7 +78,7 @@ def json_string(value: str) -> str:
 
 @frozen(kw_only=True)
 class CallFormat:
-    """How a family of models writes calls, as all formats that begin them with a mark do.
+    """How a family of models writes calls, in a format that begins them with a mark.
 
     Several calls are `opening`, the calls with `separator` between them, `closing`; a call is `begin` of its name, the
     arguments, `end`.

@@ -15,10 +15,9 @@ Steps = Generator[Event | None, None, T]
 
 
 class Source:
-    """The text of an output that has come and has not been read.
+    """The text of an output that has come and that the parser has not taken yet.
 
-    What a parser takes, it has read. Positions count from the first character not read, so they remain while the parser
-    waits.
+    Positions count from the first character not taken, so they stay valid while the parser waits for more text.
     """
 
     def __init__(self) -> None:
@@ -31,7 +30,7 @@ class Source:
         self.unread += text
 
     def take(self, count: int) -> str:
-        """Read that many characters; returns them."""
+        """Remove that many characters from the beginning; returns them."""
         taken, self.unread = self.unread[:count], self.unread[count:]
         return taken
 

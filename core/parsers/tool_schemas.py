@@ -16,8 +16,8 @@ def arguments_schema(tool: Mapping[str, Any], *, strict: bool, exact: bool) -> d
     """The schema that the arguments of a call must match, which is always one of objects.
 
     tool: as in OpenAI's API. strict: whether a schema that cannot be enforced is refused, instead of replaced by that
-    of any object. exact: whether the tool's own schema counts at all. Raises InvalidRequestError for a schema of
-    something else than objects.
+    of any object. exact: whether the tool's own schema counts even if the tool is not strict. Raises
+    InvalidRequestError for a schema of anything but objects.
     """
     function = tool["function"]
     given = function.get("parameters")

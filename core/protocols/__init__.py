@@ -10,8 +10,8 @@ A protocol, such as /v1/responses, is three things:
    `delta.logprobs` the log probabilities of its tokens; `delta.finish_reason` is set with the last one. `Usage` has
    the token counts.
 
-The hook `register_routes` gives it `Routes`, whose `respond` does all between: checks, the chat template, tokens,
-grammar and parser, generation, and sending the answer.
+The hook `register_routes` gives the plugin `Routes`, whose `respond` does everything in between: checks, the chat
+template, tokens, grammar and parser, generation, and sending the answer.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What comes of a conversation, and the contract of what writes it: an API's JSON, whole or streamed."""
+"""The results of a conversation, and the contract of their writer: an API's JSON, whole or streamed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Template:
 
     @classmethod
     def of(cls, event: Callable[[str], bytes]) -> Template:
-        """Make a template from a function that builds the event for a given text, the last one in its JSON."""
+        """Make a template. event: builds the event of a given text, which must be the last free text in its JSON."""
         mark = "<text>"  # the last occurrence: the model's name, which may hold any string, comes before
         before, _, after = event(mark).rpartition(msgspec.json.encode(mark))
         return cls(before, after)

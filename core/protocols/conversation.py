@@ -44,13 +44,13 @@ class ParameterNames:
 
 @frozen(kw_only=True)
 class Conversation:
-    """What a request asks of the model, in no protocol's own terms."""
+    """What a request asks of the model, independent of its protocol."""
 
     messages: Sequence[Mapping[str, Any]]
     """As chat templates expect them. Each has `role` (system, user, assistant or tool) and `content`, a text; perhaps
-    `name`; of an assistant, `reasoning_content`, a text, and `tool_calls` ({"id", "type": "function", "function":
-    {"name", "arguments"}}), arguments an object or JSON, which the server decodes
-    with `template_arguments`; of a tool, `tool_call_id`."""
+    `name`. An assistant's may have `reasoning_content`, a text, and `tool_calls` ({"id", "type": "function",
+    "function": {"name", "arguments"}}), with arguments as an object, or as JSON, which the server decodes with
+    `template_arguments`. A tool's has `tool_call_id`."""
     tools: Sequence[FunctionTool] = ()
     tool_choice: ToolChoice = attrs.field(factory=ToolChoice)
     parallel_calls: bool = True
@@ -78,7 +78,7 @@ class Conversation:
     cache_key: str | None = None
     """Requests of one key go to the same replica, if it is not overloaded."""
     prediction: str | None = None
-    """What the answer most likely is, without reasoning: saves time where it is, and changes nothing. None: unknown."""
+    """The expected answer, without reasoning: saves time where the answer agrees, and never changes it. None: none."""
     names: ParameterNames = attrs.field(factory=ParameterNames)
 
 

@@ -31,7 +31,7 @@ def convert(value: object, kind: type[T], where: str) -> T:
 def explain(message: str, parent: str = "", *, replaced: Mapping[str, str] = {}) -> ApiError:
     """Turn msgspec's message into a sentence that begins with the parameter's name.
 
-    parent: what holds it. replaced: parameters that take only null, and what to use instead.
+    parent: the parameter that holds it. replaced: parameters that take only null, and what to use instead.
     """
     path = _PATH.search(message)
     where = ".".join(filter(None, (parent, path.group(1) if path else "")))

@@ -15,6 +15,7 @@ from engine.core.protocols.errors import ApiError
 from engine.core.types import SamplingParams
 
 API = "1"
+"""Version of this contract."""
 
 BodyT = TypeVar("BodyT")
 AsgiMessage = MutableMapping[str, Any]
@@ -36,7 +37,7 @@ class Call:
 
 
 class Routes(ABC):
-    """Adds a plugin's routes to the HTTP server, and is what their handlers use of it.
+    """Adds a plugin's routes to the HTTP server, and gives their handlers what they may use of the server.
 
     What holds for built-in routes holds for these: host, origin and API key are checked, a POST counts for the limits
     of its key, server.request_timeout ends it, the body has at most server.max_body_bytes, a client that leaves ends
@@ -63,8 +64,8 @@ class Routes(ABC):
         body: the type of the JSON body, which msgspec decodes: a msgspec.Struct, with forbid_unknown_fields unless
         unknown parameters are to be ignored. What it refuses is a 400 that names the parameter.
         handler: checks a request and returns its reply; runs in the event loop, so it must not work for more than a few
-        milliseconds without an await. It may raise ApiError, or InvalidRequestError for a 400; what else it raises is a
-        500, logged by the plugin's name.
+        milliseconds without an await. It may raise ApiError, or InvalidRequestError for a 400; any other exception is a
+        500, logged with the plugin's name.
         api: version of this contract that the plugin was written for.
         summary: one line for /openapi.json, which describes the path if this is not empty; answer: the type of the
         JSON answer there; streams: whether the answer may be server-sent events.
@@ -117,7 +118,7 @@ class Routes(ABC):
     @property
     @abstractmethod
     def default_params(self) -> SamplingParams:
-        """The model's sampling parameters, for what a request does not say."""
+        """The model's default sampling parameters, for those that a request leaves out."""
 
     @abstractmethod
     def check_model(self, model: str | None) -> None:
@@ -154,4 +155,4 @@ class Routes(ABC):
 
     @abstractmethod
     def json(self, body: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Reply:
-        """A reply of a JSON body; of whatever msgspec can encode."""
+        """A reply with a JSON body. body: anything that msgspec can encode."""

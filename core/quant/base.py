@@ -39,11 +39,11 @@ class StoredIn:
     """Where the checkpoint has a layer, or a tensor, as a part of a larger one."""
 
     name: str
-    """Of the larger one."""
+    """Name of the larger layer or tensor."""
     start: int
-    """Its first output that belongs to the part. Of a tensor: first index in the dimension of the outputs."""
+    """Output of the larger layer with which the part begins. For a tensor: index in the dimension of the outputs."""
     size: int
-    """Its outputs. Of a tensor: the size of that dimension."""
+    """Number of outputs of the larger layer. For a tensor: size of the dimension of the outputs."""
 
 
 @frozen(kw_only=True)
@@ -310,8 +310,8 @@ class QuantMethod(ABC, Generic[OptionsT]):
     def lm_head(self, spec: LinearSpec) -> LinearKernel | None:
         """Make the kernel of the output layer, as for a linear layer. None: the output layer is not quantized.
 
-        Called for models whose output layer has a weight of its own. Column-parallel ranks have equal numbers of
-        tokens.
+        Called for models whose output layer has a weight of its own. Column-parallel ranks hold equal numbers of the
+        vocabulary's tokens.
         """
         return None
 

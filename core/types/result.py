@@ -52,8 +52,8 @@ class StepResult:
     graphs_captured: int = 0
     """CUDA graphs that the step captured because the start-up had not; on rank 0."""
     graph_size: int | None = None
-    """What the CUDA graphs that ran the step were captured for: sequences, or tokens where the step has chunks.
-    0: the step ran without graphs. None: there are no graphs."""
+    """What the CUDA graphs that ran the step were captured for: number of sequences, or of tokens where the step has
+    chunks or drafts. 0: the step ran without graphs. None: there are no graphs."""
     gc_pauses: tuple[HistogramCounts, ...] = ()
     """Durations of the garbage collections so far, seconds, by generation, in the process of rank 0; () from an
     executor that runs in the engine's process."""

@@ -12,7 +12,7 @@ class HistogramCounts:
     counts: tuple[int, ...] = ()
     """One per bucket, not cumulative; the last one counts values above all bounds. Empty: nothing has been counted."""
     sum: float = 0.0
-    """Of all values."""
+    """Sum of all values."""
 
 
 @frozen(kw_only=True)
@@ -31,7 +31,7 @@ class CacheStats:
     idle_before_evict: HistogramCounts = HistogramCounts()
     """From the last reuse of a block, or from its allocation, to its eviction."""
     reuse_gap: HistogramCounts = HistogramCounts()
-    """Between the last reuses of a block; counted at its eviction."""
+    """Between one reuse of a block and the next, for its last four reuses; counted at its eviction."""
     hit_age: HistogramCounts = HistogramCounts()
     """From the allocation of a block to its reuse by a sequence that begins with it."""
     tenants: tuple[tuple[str, int, int], ...] = ()
@@ -49,8 +49,8 @@ class SpeculationStats:
     """What became of the drafts of a speculator, since the start of one engine."""
 
     verified: tuple[int, ...]
-    """Drafts that steps have verified, by position; first the drafts that directly follow a known token."""
+    """Draft tokens that steps have verified, by position; the first position directly follows a known token."""
     accepted: tuple[int, ...]
-    """Those of `verified` that were accepted: all drafts before them were, too. Each saved its sequence one decode."""
+    """Draft tokens that were accepted, by position; so were all drafts before them. Each saved one decode."""
     faults: int = 0
     """Calls in which the speculator failed or gave an invalid answer; its requests then had no drafts."""

@@ -61,7 +61,7 @@ class DraftSlice:
 class Step:
     """One batch for the runner: decodes, then prefill chunks, then draft slices.
 
-    Of the state of sequences (tokens, block tables) a step has only what changed since the step before.
+    Of the state of sequences (tokens, block tables), a step holds only the changes since the step before.
 
     The engine sends it to every worker as msgpack (core/executors/wire.py). A worker keeps the tokens and block table
     of each sequence between steps and applies the steps in order: `new`, `blocks` and `finished` say what changed.
@@ -96,8 +96,8 @@ class Step:
     finished: tuple[int, ...] = ()
     """Sequences to forget before anything else is done; their blocks may belong to other sequences in this step."""
     grammars: tuple[Grammar, ...] = ()
-    """Grammars that the engine began to compile since the step before. Workers begin to compile them now, so as to have
-    them when their sequences arrive."""
+    """Grammars that the engine began to compile since the step before. Workers begin to compile them now, so that they
+    are ready when their sequences arrive."""
 
     @property
     def decode_rows(self) -> int:
