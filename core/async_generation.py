@@ -25,7 +25,7 @@ class _Stream:
 
     request: Request
     unread: asyncio.Queue[TextDelta | BaseException] = field(factory=asyncio.Queue)
-    """An exception is the last."""
+    """An exception is the last item."""
 
 
 class AsyncGenerator:
@@ -39,7 +39,7 @@ class AsyncGenerator:
     async def stream(self, prompt: Sequence[int], params: SamplingParams | None) -> AsyncIterator[TextDelta]:
         """Implements Engine.astream."""
         if params is not None and params.grammar is not None:
-            await asyncio.to_thread(self._engine.compile_grammar, params)  # else `add` would wait, and so the loop
+            await asyncio.to_thread(self._engine.compile_grammar, params)  # else `add` would block the event loop
         pump = self._running_pump()
         stream = _Stream(make_request(self._engine, prompt, params))
         pump.new.append(stream)
@@ -101,7 +101,7 @@ class _Pump:
                 return
             self.ended = True
             self._abort(list(self._streams)) if error is None else self._fail(error)
-            with suppress(EngineError):  # the engine's own, which its next use raises
+            with suppress(EngineError):  # the engine's own error, which its next use raises
                 abort_all(self._engine, ())
 
     async def _run(self) -> None:
@@ -113,7 +113,7 @@ class _Pump:
                     self._streams[name].unread.put_nowait(delta if error is None else error)
                     if delta.finish_reason is not None:
                         del self._streams[name]
-        except GeneratorExit:  # its event loop has ended, and the garbage collector calls, perhaps amid a step
+        except GeneratorExit:  # the event loop has ended; the garbage collector closes this, perhaps during a step
             raise
         except BaseException as error:
             self.end(error)

@@ -129,7 +129,7 @@ class Engine:
         with phases.phase("import"), paused():
             set_wait_policy(self.config.executor)
             begin_driver(self.config)
-            # Another executor may run the model in processes of its own.
+            # An executor that is named, or that has several ranks, may run the model in processes of its own.
             runs_model = self.config.executor.name == AUTO and self.config.executor.tensor_parallel == 1
             if runs_model:
                 begin_first_start(self.config)
@@ -282,11 +282,11 @@ class Engine:
         """Generate from prompts (texts or token ids) and wait for all of them; a Completion per prompt, in order.
 
         params: one for all prompts, or one per prompt; None: `default_params`.
-        n: completions per prompt, which follow each other in the result. With a seed, number i has the seed + i.
-        priority: lower is more urgent than other requests, for policies that have priorities.
+        n: completions per prompt, which follow each other in the result. With a seed, number i (from 0) uses seed + i.
+        priority: lower values are more urgent, for policies that have priorities.
         progress: show a progress bar on stderr.
-        Raises InvalidRequestError, with `parameter` set, for an argument of a wrong type and for what cannot be served.
-        A prompt for which no token can be sampled has the finish_reason "error", and a sentence in `error`.
+        Raises InvalidRequestError, with `parameter` set, for an argument of a wrong type or a request that can never be
+        served. A prompt for which no token can be sampled has the finish_reason "error", and the reason in `error`.
         """
         tokens = [arguments.prompt_tokens(prompt, self.tokenizer) for prompt in arguments.prompt_list(prompts)]
         return self._generate(tokens, params, n, priority, progress=progress)

@@ -69,7 +69,7 @@ class _Collector:
 
 
 def make_request(engine: Engine, prompt: Sequence[int], params: SamplingParams | None, priority: int = 0) -> Request:
-    """Make a request of an ID of its own."""
+    """Make a request with a new, unique ID."""
     return Request(
         id=uuid.uuid4().hex,
         prompt=tuple(prompt),
@@ -94,9 +94,9 @@ def _check_idle(engine: Engine) -> None:
 
 
 def _step(engine: Engine) -> list[Output]:
-    """Engine.step, after which a Ctrl-C pressed meanwhile is raised: amid a step it would cost the engine.
+    """Run Engine.step, and raise a Ctrl-C pressed meanwhile only afterwards: within a step it would fail the engine.
 
-    The second Ctrl-C is raised immediately.
+    A second Ctrl-C is raised immediately.
     """
     handler = signal.getsignal(signal.SIGINT)
     if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
@@ -152,7 +152,7 @@ def generate(
     priority: int,
     progress: bool,
 ) -> list[Completion]:
-    """Implements Engine.generate, of prompts as tokens. If one prompt is invalid, no prompt is run."""
+    """Implements Engine.generate, for prompts of token ids. If one prompt is invalid, no prompt is run."""
     _check_idle(engine)
     running: dict[str, Detokenizer] = {}
     collectors: dict[str, _Collector] = {}

@@ -22,7 +22,7 @@ class TuningResult:
     candidate: str
     """AutotunedOp.name of the fastest."""
     seconds: float
-    """nan: it came with the package, as the next two did not."""
+    """nan for a result that came with the package, which has no default and no times."""
     default: str
     """AutotunedOp.name of the default, which the fastest had to beat."""
     default_seconds: float

@@ -1,4 +1,4 @@
-"""A tuning task: one op at one row class, with the layers that share it; and what measures its candidates."""
+"""A tuning task: one op at one row class, with the layers that share it; and the timer that measures its candidates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TuningTask:
     ops: list[AutotunedOp[Any]] = field(factory=list)
     """Ops with equal keys; each keeps its own choice."""
     operands: list[Operands] = field(factory=list)
-    """Of all layers."""
+    """The operands of all layers."""
     failures: dict[str, str] = field(factory=dict)
     """Names of candidates that cannot run -> why."""
 
@@ -34,7 +34,7 @@ class TuningTask:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Of its result in the cache."""
+        """Key of the task's result in the cache."""
         return self.op.key, self.rows
 
     def add(self, op: AutotunedOp[Any], operands: Operands) -> None:
@@ -65,4 +65,4 @@ class Timer(Protocol):
         """Begin to compile the candidates that `seconds` will be called with."""
 
     def seconds(self, task: TuningTask, candidate: Any) -> float:
-        """Seconds of one product, with weights in no cache. Raises CandidateError."""
+        """Seconds of one product whose weights are not in the L2 cache. Raises CandidateError."""

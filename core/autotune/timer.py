@@ -22,7 +22,7 @@ COLD_CACHE_SIZES = 3
 
 
 def compile_candidates(wanted: Sequence[tuple[TuningTask, Sequence[Any]]]) -> None:
-    """Begin to compile the candidates of tasks, all side by side; waits for none."""
+    """Begin to compile the candidates of tasks, in parallel. Does not wait."""
     with CompilingElsewhere():
         for task, candidates in wanted:
             for candidate in candidates:

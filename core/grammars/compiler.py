@@ -79,12 +79,12 @@ class Grammars:
         self._threads = CompileThreads(THREADS)
 
     def begin(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """Compile a grammar in a thread, unless that was done. The future raises InvalidRequestError for a refusal."""
+        """Compile a grammar in a thread, unless it was queued before. The future raises as `compile`."""
         return self._entry(grammar).future
 
     def take_begun(self) -> tuple[Grammar, ...]:
-        """The grammars that were begun since the last call; at most as many as are kept. Refused ones are not among
-        them."""
+        """The latest grammars queued to be compiled since the last call, at most CACHED. The library may refuse them
+        later."""
         if not self._begun:
             return ()
         with self._lock:
@@ -147,7 +147,7 @@ class Grammars:
         return entry
 
     def _check(self, grammar: Grammar) -> None:
-        """Refuse what no library need see."""
+        """Raise InvalidRequestError for a grammar that can be refused without the library."""
         if self._class is None:
             raise InvalidRequestError(f"this engine enforces no grammars: {self._owner}", PARAMETER)
         if grammar.kind not in self._class.kinds:

@@ -32,7 +32,7 @@ class Part:
 
 @frozen
 class FreeText:
-    """Any text without special tokens in which none of some strings occurs. It ends where what follows begins."""
+    """Any text that contains no special tokens and none of `excludes`. It ends where what follows begins."""
 
     excludes: tuple[str, ...] = ()
 
@@ -62,7 +62,7 @@ class Repeat:
 
 @frozen
 class Dispatch:
-    """Free text up to a trigger, which the rule of the trigger must follow; then again, if it loops.
+    """Free text up to a trigger, then what the rule of that trigger says; all of it again and again if `loop`.
 
     The free text contains no trigger otherwise, and may end without one.
     """
@@ -82,7 +82,7 @@ class Dispatch:
 
 Format = Text | Token | Part | FreeText | Sequence | Either | Repeat | Dispatch
 _ANY: Final = object()
-"""A start of which nothing is known."""
+"""An unknown beginning."""
 _Starts = frozenset[Any]
 """What a format may begin with: Text, Token and _ANY; empty: nothing follows."""
 
@@ -109,7 +109,7 @@ def starts(made: Format) -> tuple[_Starts, bool]:
 
 
 def is_open(made: Format) -> bool:
-    """Whether a format may end with free text, which what follows must end."""
+    """Whether a format may end with free text, so that what follows must say where the text ends."""
     if isinstance(made, (FreeText, Dispatch)):
         return True
     if isinstance(made, Repeat):

@@ -1,4 +1,4 @@
-"""What a grammar may be at most before a library sees it: its length and its nesting."""
+"""Limits the length and the nesting of a grammar before a library reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _QUOTED = r'"(?:\\.|[^"\\])*(?:"|\Z)'
 _PATTERN = r"/(?:\\.|[^/\\\n])+/"
 _CHARACTERS = r"\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\Z)"
 _FLAT = {JSON_SCHEMA: _QUOTED, REGEX: _CHARACTERS, LARK: f"{_QUOTED}|{_PATTERN}"}
-"""Kind of grammar -> what does not nest, whatever brackets it holds."""
+"""Kind of grammar -> pattern of the texts whose brackets do not nest."""
 
 
 def check_length(grammar: Grammar, max_chars: int) -> None:

@@ -52,7 +52,7 @@ PLAIN: Final[Mapping[str, Sequence[Any]]] = {
     "max_whitespace_cnt": (None,),
     "style": ("json",),
 }
-"""Fields of XGrammar's that pass with a value that asks for nothing."""
+"""Fields of XGrammar's language that are accepted only with the values listed, which change nothing."""
 MAX_REPEATS: Final = 10_000
 """Highest bound of a `repeat`."""
 PARTS: Final[Mapping[str, Callable[[Mapping[str, Any]], Grammar]]] = {
@@ -68,7 +68,8 @@ _INSIDE: Final = ("content", "elements", "tags")
 def checked_source(given: Mapping[str, Any] | str) -> str:
     """A structural tag as JSON: {"type": "structural_tag", "format": ...}. Raises InvalidRequestError.
 
-    given: that, or the format alone, or vLLM's older form with `structures` and `triggers`; as a mapping or JSON.
+    given: such an object, the format alone, or vLLM's older form with `structures` and `triggers`; as a mapping or
+    JSON.
     """
     try:
         tag: Any = json.loads(given) if isinstance(given, str) else given

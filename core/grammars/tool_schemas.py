@@ -1,4 +1,4 @@
-"""The schemas of tools in a structural tag, which say whose they are, and what becomes of those that are refused."""
+"""Compiles structural tags whose schemas name their tools; relaxes a refused schema if its tool is not strict."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANY_OBJECT: Final = {"type": "object"}
 def compile_with_tools(grammar: Grammar, compile_one: Callable[[Grammar], CompiledGrammar]) -> CompiledGrammar:
     """Compile a grammar whose schemas may have labels.
 
-    Where a backend refuses the schema of a tool that is not strict, the arguments are any object. Raises
+    Where a backend refuses the schema of a tool that is not strict, the arguments may be any object. Raises
     InvalidRequestError that names the tool if it is strict.
     """
     if f'"{TOOL_LABEL}"' not in grammar.source:

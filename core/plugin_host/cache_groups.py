@@ -90,7 +90,7 @@ def _block_kind(spec: AttentionSpec, *, groups: int, layers: int) -> BlockKind:
 
 
 def _spec_of(layers: tuple[int, ...], spec: AttentionSpec, base: AttentionSpec) -> AttentionSpec:
-    """The spec of a group. spec: of each of its layers alone. base: of the whole model, which says what has sinks."""
+    """The spec of a group. spec: that of each of its layers. base: that of the whole model, for the layers' sinks."""
     sinks = tuple(base.sinks[layer] for layer in layers) if base.sinks else ()
     return evolve(
         spec,

@@ -1,4 +1,4 @@
-"""Counts the faults of a plugin that cannot stop the engine, since another way is taken where it fails."""
+"""Counts the faults of a plugin that do not stop the engine, because core has a fallback for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.core.plugin_host.faults import raise_interrupt, shown
 
 
 class InvalidAnswerError(PluginError):
-    """A method of a plugin returned what it may not."""
+    """A method of a plugin returned an invalid value."""
 
     def __init__(self, answer: object, wanted: str) -> None:
         """wanted: what would have been valid, with its article."""

@@ -41,7 +41,7 @@ GiB for a vocabulary of 128,000) matter little."""
 def settle(config: EngineConfig, device: DeviceInfo, *, drafts: bool = False) -> EngineConfig:
     """Fill in the settings that depend on the device; called once, before anything else reads the configuration.
 
-    drafts: whether a speculator drafts that the configuration does not name.
+    drafts: whether there is a speculator that the configuration does not name.
     """
     scheduler = config.scheduler
     if not scheduler.max_batch_tokens:
@@ -94,7 +94,7 @@ def max_len(config: EngineConfig, model_spec: ModelSpec) -> int:
 
 
 def speculator_spec(config: EngineConfig, model_spec: ModelSpec) -> SpeculatorSpec:
-    """What a speculator proposes for. Raises ConfigError as `max_len`."""
+    """The model and the limits that a speculator proposes for. Raises ConfigError as `max_len`."""
     return SpeculatorSpec(
         vocab_size=model_spec.vocab_size,
         max_len=max_len(config, model_spec),

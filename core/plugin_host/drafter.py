@@ -52,7 +52,7 @@ class DrafterParts:
 
 @frozen(kw_only=True)
 class DrafterChoices:
-    """How the plugins are chosen that a speculator on the device uses."""
+    """Chooses the plugins that a speculator on the device uses."""
 
     find_model: Callable[[Mapping[str, Any]], type[Model]]
     """Returns the model class of a config.json."""

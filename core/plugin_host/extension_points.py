@@ -15,7 +15,7 @@ class ExtensionPoint:
     """A part of the engine that plugins can implement."""
 
     name: str
-    """The room in core that holds the contract; also names the hook and the folder of the built-in plugins."""
+    """The package in core that holds the contract; also names the hook and the folder of the built-in plugins."""
     section: str
     """The section of the configuration that chooses the plugin."""
     contract_name: str
@@ -25,7 +25,7 @@ class ExtensionPoint:
     optional: bool = False
     """Whether an engine may have none, which is the default: the configuration then has an empty name."""
     other_contract: str = ""
-    """MODULE.NAME, in the room, of another abstract class that a plugin may implement instead; empty: there is none."""
+    """MODULE.NAME, in that package, of another abstract class that a plugin may implement instead; empty: none."""
     pairs: str = ""
     """Roles of two plugins that can serve together ("PREFILL,DECODE"); empty where one plugin serves."""
 

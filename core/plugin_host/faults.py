@@ -121,7 +121,7 @@ def name_fault(error: BaseException, runs: PluginCall | None = None) -> None:
     text = str(error).strip().partition("\n")[0]
     text = f": {text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + '...'}" if text else ""
     place = f" ({last.place})" if last.place else ""
-    # What a built-in plugin is called with by a third party's may be the mistake.
+    # The mistake may be in the arguments with which a third party's plugin calls a built-in one.
     called = "".join(f", called by {one}" for one in reversed(callers) if f" of {DISTRIBUTION} " not in one.made.owner)
     raise StepFaultError(
         f"{last.made.owner} failed in {last.made.call}: {type(error).__name__}{text}{place}{called}"
@@ -190,7 +190,7 @@ def _class(this: object) -> type:
 
 
 def _package(module: str) -> str:
-    """What a plugin's own code is: its top-level package; of a built-in plugin the engine's plugins."""
+    """The package of a plugin's own code: its top-level package; for a built-in plugin, engine.plugins."""
     parts = module.split(".")
     return ".".join(parts[:2]) if parts[0] == "engine" else parts[0]
 

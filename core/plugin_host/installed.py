@@ -52,7 +52,7 @@ class Excluded:
 
     plugin: PluginInfo
     key: Literal["allow", "deny"]
-    """The setting that does."""
+    """The setting that excludes it."""
 
     def __str__(self) -> str:
         if self.key == "deny":
@@ -62,7 +62,7 @@ class Excluded:
 
 @frozen(kw_only=True)
 class Installed:
-    """The entry points of all plugins, in the order of loading; the file system's plays no part."""
+    """The entry points of all plugins, in the order of loading, which does not depend on the file system."""
 
     load: tuple[EntryPoint, ...]
     excluded: tuple[Excluded, ...]
@@ -71,7 +71,7 @@ class Installed:
 
 
 def find_installed(config: PluginsConfig) -> Installed:
-    """Raises ConfigError for a name in [plugins] that no installed distribution has."""
+    """Find the entry points of all plugins. Raises ConfigError for a name in [plugins] that no distribution has."""
     found = [(point, info_of(point)) for point in entry_points(group=GROUP)]
     found.sort(key=lambda one: (one[1].distribution != HOME, one[1].distribution, one[1].version, one[0]))
     names = list(dict.fromkeys(point.name for point, _ in found))

@@ -58,7 +58,7 @@ def served_model_question(
                 return None
             quant = find("quant", quant_question(checkpoint, device))
             question = attention_question(config, device, checkpoint, cls, quant)
-        except EngineError:  # `resolve` raises it when it takes the model, or the method
+        except EngineError:  # not this question's: `resolve` raises the error once it has chosen the class at fault
             return None
         try:
             find("attention", question)

@@ -139,9 +139,9 @@ def resolve(
     Attention may name two, "PREFILL,DECODE". Every class is guarded: its start-up calls name the plugin in errors.
 
     checkpoint: the model's config.json. overrides: section of the configuration (attention, quant, scheduler, executor,
-    model) -> a class that need not be registered; for scheduler an instance too. first: the first of the executor's
-    devices, which the executor is asked about; None: `device`. passed_over: (extension point, name) -> why auto does
-    not take this plugin, a sentence. A scheduling policy whose constructor raises is passed over here.
+    model, grammar, speculator) -> a class that need not be registered; for scheduler an instance too. first: the first
+    of the executor's devices, which the executor is asked about; None: `device`. passed_over: (extension point, name)
+    -> why auto does not take this plugin, a sentence. A scheduling policy whose constructor raises is passed over here.
     Raises PluginError for an unknown, broken or refusing plugin, ConfigError for options the plugin does not have.
     """
     sections = {point.section: point for point in EXTENSION_POINTS}
@@ -171,7 +171,7 @@ def resolve(
     by_auto = config.model.name == AUTO and "model" not in overrides
     served = served_model_question(config, device, checkpoint, lambda *asked: find(*asked)[0])
     choose("model", served if by_auto else model_question(checkpoint))
-    shape_of(chosen["model"], checkpoint)  # a fault of its own comes before what others refuse
+    shape_of(chosen["model"], checkpoint)  # a fault of the model is reported before refusals of others
     choose("quant", quant_question(checkpoint, device))
     drafter: DrafterParts | None = None
     if config.speculator.name or "speculator" in overrides:
