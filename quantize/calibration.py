@@ -67,7 +67,7 @@ def read_text(file: Path, flag: str) -> str:
 
 
 def no_calibration(settings: Settings) -> ConfigError:
-    """The error message for a method that needs text, without a text."""
+    """The error for settings that need calibration text where none is given."""
     what, instead = settings.method, "a method without: fp8, int8 or rtn, with dynamic activations"
     if settings.activations == STATIC:
         what = f"{settings.method} with static activations"

@@ -181,6 +181,5 @@ class CalibrationModel:
 
 
 def _cache_name(arguments: Mapping[str, Any]) -> str:
-    """The name of a decoder layer's argument for a cache, one of those that transformers gave it: another one from 5.24
-    on."""
+    """The name of a decoder layer's argument for a cache, which transformers has renamed in 5.24."""
     return "cache" if "cache" in arguments else "past_key_values"

@@ -28,7 +28,7 @@ class Fold:
     linears: tuple[str, ...]
     before: str
     shared: torch.Tensor | None = None
-    """[inputs] int64: the output of `before` that is each input; None: the same index."""
+    """[inputs] int64: the output of `before` from which each input comes; None: the same index."""
 
     def apply(self, layer: nn.Module, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Divide in the layer before, multiply the weights. Returns the scales after rounding: [inputs].

@@ -20,7 +20,7 @@ class KVPeaks:
         self.key: torch.Tensor | None = None
         """The largest |key| so far, of all heads. None: no keys yet; NaN: a key was NaN."""
         self.value: torch.Tensor | None = None
-        """The same of values."""
+        """The largest |value| so far, likewise."""
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object

@@ -16,7 +16,7 @@ from engine.core.types import SamplingParams
 AT_ONCE = 8
 """Maximum windows per call of the engine."""
 QUICK = 2.0
-"""Seconds of a call after which the next one has more windows. Longer calls would hold up reports of progress."""
+"""After a call of fewer seconds, the next one has twice the windows. Longer calls would hold up reports of progress."""
 
 
 @frozen(kw_only=True)

@@ -55,7 +55,7 @@ class Settings:
     bits: int = 16
     """Bits per weight; 16: unquantized."""
     granularity: str = ""
-    """Eight bits: weights per scale: tensor, channel (an output) or block (128 x 128)."""
+    """Eight bits: the weights that share a scale: tensor, channel (an output) or block (128 x 128)."""
     activations: str = ""
     """Eight bits: dynamic (a scale per token, computed at run time) or static (one scale, from calibration)."""
     group_size: int = -1
