@@ -37,11 +37,11 @@ alike took 194 ms per token; now the worst that was found takes 13 ms. Objects o
 tools, are within the limits; objects of 300 are not.
 """
 MIN_PARALLEL, MIN_CORES, MAX_THREADS = 8, 4, 16
-"""Masks, and cores, from which on several threads make masks; how many threads at most. A mask of 128,000
-tokens takes 10 us to 2 ms, and to wake the threads about 20."""
+"""Minimum masks and minimum cores for several threads to make masks; maximum threads. A mask of 128,000 tokens takes
+10 us to 2 ms, and waking the threads about 20 us."""
 MAX_ORIGINALS, MAX_EXTRA_SECONDS = 8, 0.05
-"""Matchers that are made of a grammar to be copied, and the time that those after the first may take together. The
-library has all copies of a matcher share one lexer, which one thread at a time may use."""
+"""Maximum matchers of a grammar that are made to be copied, and seconds that all after the first may take to make. In
+the library, all copies of a matcher share one lexer, which one thread at a time may use."""
 _MAX_ERROR = 300
 """Characters of the library's error that are passed on."""
 
@@ -102,7 +102,7 @@ class LLGuidance(GrammarBackend[JsonOptions]):
         return compiled
 
     def _first_problem(self, compiled: CompiledGrammar) -> str:
-        """What keeps an output from beginning; empty if nothing does."""
+        """Why no token can begin an output; empty if one can."""
         try:
             return "" if allows_any(compiled.matcher(), self._eos_mask) else "no text matches it"
         except InvalidRequestError as error:
@@ -181,7 +181,7 @@ class _Compiled(CompiledGrammar):
             return _Matcher(original.deep_copy(), self._eos_tokens, self._eos)
 
     def add_originals(self, make: Callable[[], LLMatcher], count: int) -> None:
-        """Make further matchers to be copied; takes as often as long as compiling."""
+        """Make `count` further matchers to be copied; each takes as long as compiling."""
         for _ in range(count):
             original = make()
             with self._copying:
@@ -228,13 +228,13 @@ class _Matcher(GrammarMatcher):
         return [matcher._finish(mask) for matcher, mask in zip(own, masks, strict=True)]
 
     def _finish(self, mask: npt.NDArray[np.int32]) -> Exception | None:
-        """Correct a mask that the library has written, or write that of an ended output; what is wrong."""
+        """Correct a mask that the library has written, or write that of an ended output; returns the error, if any."""
         if self._ended:
             mask[:] = self._eos
         elif self._matcher.is_error():
             return InvalidRequestError(f"it is too complex: {_error(self._matcher)}", "grammar")
         elif not self._matcher.is_accepting():
-            mask &= ~self._eos  # a Lark grammar may name the token, which would end the output amid the grammar
+            mask &= ~self._eos  # a Lark grammar may name the token, which would end the output too early
         return None
 
     def accept(self, token: int) -> bool:

@@ -18,7 +18,7 @@ OLD_KEYWORDS = frozenset({"disallow", "divisibleBy", "extends"})
 ESCAPES = 'nrbtf\\"'
 """Escapes in strings: all but \\u, by which an additional property could have the name of another one."""
 MAX_MULTIPLE = 10_000
-"""Most digits of multipleOf: llguidance makes a state for each remainder, which takes 10 s for 999,983."""
+"""Maximum multipleOf, its digits read as a whole number: llguidance makes a state per remainder, 10 s for 999,983."""
 LITERALS = frozenset({"const", "enum", "properties", "required"})
 """Keywords with texts of the output in them."""
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -49,7 +49,8 @@ _OUTSIDE = {
     r"\D": r"\P{Nd}",
     r"\W": r"[^\p{L}\p{M}\p{N}_]",
 }
-"""What ECMA 262 means, or less where Python's expressions mean less, by which many clients validate."""
+"""Outside of classes, an escape or dot -> what ECMA 262 means by it, or less where Python's re, with which many clients
+validate, means less."""
 _ESCAPE = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|[pP]\{[^}]*\}|[dDwWsStnrvfbB]|[^a-zA-Z0-9<>])"
 _PIECE = re.compile(rf"(?P<escape>{_ESCAPE})|(?P<wrong>\\|\(\?(?![:=!<]))|(?P<class>\[\^?)|.", re.DOTALL)
 _IN_CLASS = re.compile(rf"(?P<escape>{_ESCAPE})|(?P<wrong>\\|\[|&&|--|~~)|\]|.", re.DOTALL)
@@ -116,7 +117,7 @@ def _exact(schema: Any) -> Any:
 
 
 def _check_count(schema: Mapping[str, Any]) -> None:
-    """Refuse minProperties that a name could meet which comes twice."""
+    """Refuse minProperties that an object could meet by repeating a name."""
     least, properties, required = (schema.get(name) for name in ("minProperties", "properties", "required"))
     if not isinstance(least, (int, float)) or (
         schema.get("additionalProperties") is False and not schema.get("patternProperties")

@@ -158,7 +158,7 @@ class _Matcher(GrammarMatcher):
             return []
         try:
             text = self._matcher.find_jump_forward_string()
-        except UnicodeDecodeError:  # it begins or ends amid a character
+        except UnicodeDecodeError:  # the text begins or ends within a character
             return []
         # What follows the text may change its last token.
         tokens = self._vocabulary.encode(text[:_MAX_FORCED])[:-1] if text else []

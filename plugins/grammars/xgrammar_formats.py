@@ -25,8 +25,8 @@ _MARK = "\ufdd0"
 """A character that no text contains (a noncharacter of Unicode); left out of all free text."""
 NO_TEXT = b"\xff" + _MARK.encode()
 """What the library takes for the text of each special token. It never allows a token without any text, even where a
-grammar names the token. The first byte is in no text that matches a grammar, but free text may be any bytes; so that
-leaves out the mark."""
+grammar names the token. The first byte is in no text that matches a grammar, but free text may be any bytes; so free
+text leaves out the mark."""
 
 
 def xgrammar_format(made: Format, max_whitespace: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What XGrammar may be given at most: its time to compile is bounded by nothing else, nor is that of a mask.
+"""Limits on what XGrammar is given: nothing else bounds its time to compile a grammar, or to make a mask.
 
 With more, measured with 128,000 tokens: `a?` 3000 times and `a` 3000 times take more than 20 s to compile, and a mask
 of `((a{1,100}){1,100}){1,100}` takes 360 ms.
@@ -13,13 +13,13 @@ from typing import Any
 from engine.core.errors import InvalidRequestError
 
 MAX_COUNT = 4096
-"""Most repetitions of anything: in an expression, of items, of the characters of a string."""
+"""Maximum repetitions of anything: in an expression, of items, of the characters of a string."""
 MAX_STATES = 4096
-"""Characters of an expression, each counted as often as it is repeated."""
+"""Maximum characters of an expression, each counted as often as it is repeated."""
 MAX_LOOPS = 128
-"""Quantifiers of an expression, each counted as often as what it stands in is repeated."""
+"""Maximum quantifiers of an expression, each counted as often as the groups around it are repeated."""
 MAX_NESTED_COUNTS = 2**16
-"""Product of the bounds of arrays that nest, and of the strings in them."""
+"""Maximum product of the bounds of arrays that nest, and of the strings in them."""
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""What of JSON Schema and of regular expressions XGrammar enforces in full; anything else is refused by name."""
+"""The parts of JSON Schema and of regular expressions that XGrammar enforces in full; others are refused by name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _FLAT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
 def closed_schema(schema: Any) -> Any:
-    """The schema with every object that has `properties` closed to others: a name could come twice, as another too.
+    """The schema with every object that has `properties` closed to additional ones, which could repeat a name.
 
     Raises InvalidRequestError that names the keyword for what XGrammar would not enforce.
     """
@@ -93,11 +93,11 @@ def _closed(schema: Any) -> Any:
 
 
 def check_pattern(pattern: str) -> None:
-    """Raise InvalidRequestError for anchors amid a regular expression, which XGrammar ignores, and for its flags."""
+    """Raise InvalidRequestError for anchors inside a regular expression, which XGrammar ignores, and for its flags."""
     check_expression(pattern)
     rest = _FLAT.sub(lambda found: " " * len(found[0]), pattern)
     if "^" in rest[1:] or "$" in rest[:-1]:
-        raise _refusal("^ or $", f"amid the pattern {pattern[:100]!r}")
+        raise _refusal("^ or $", f"inside the pattern {pattern[:100]!r}")
     if re.search(r"\(\?(?!:)", rest):
         raise _refusal("(?", f"in the pattern {pattern[:100]!r}")
 
@@ -153,7 +153,7 @@ def _checked_string(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_plain(pattern: str) -> None:
-    """Refuse a pattern that XGrammar, which puts what matches between quotes as it is, would make other JSON of."""
+    """Refuse a pattern whose matches, which XGrammar puts between quotes as they are, may not be JSON of that text."""
     shown = repr(pattern[:100])
     if not re.fullmatch(r"\^[^|]*\$", pattern):
         raise _refusal("pattern", f"unless it has the form ^...$ without |, as {shown} has not")

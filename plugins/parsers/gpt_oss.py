@@ -45,11 +45,11 @@ END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
 FUNCTIONS = "functions."
 """Begins the recipient of a call."""
 BEGINNINGS = (START, CHANNEL, MESSAGE, CONSTRAIN, "assistant", "to=")
-"""Where one of these does not follow, there is no header."""
+"""A header begins with one of these."""
 HEADER_CHARS = 512
 """Maximum length of a message's header."""
 CONTENT_TYPES = ("json", "code")
-"""What a header may say of the text of its message."""
+"""Types of a message's text that a header may name."""
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 SEPARATOR = "\n"
 """Between the texts of two messages that become one, as two of reasoning."""

@@ -33,9 +33,9 @@ PYTHON_TAG = "<|python_tag|>"
 SEPARATOR = ";"
 """Between two calls."""
 SPACES = "".join(one if one >= " " else f"\\x{ord(one):02x}" for one in map(chr, range(0x3001)) if one.isspace())
-"""White space, behind which JSON may begin, within brackets of a regular expression."""
+"""White space that may precede JSON, for use within the brackets of a regular expression."""
 NO_CALL = f"[ \\t\\r\\n]*([^{SPACES}{{<]|<[^|])"
-"""The beginning of a text in which no call can follow but after PYTHON_TAG, as a regular expression."""
+"""The beginning of a text in which a call can follow only after PYTHON_TAG, as a regular expression."""
 
 
 class Llama3(Parser[None]):

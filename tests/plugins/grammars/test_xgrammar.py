@@ -35,7 +35,7 @@ def backend(max_whitespace: int = 16) -> XGrammar:
         ({"type": "object", "properties": {"a": {}}, "additionalProperties": True}, "additionalProperties"),
         ({"type": "object", "properties": {"a": {}}, "required": ["b"]}, "required with 'b'"),
         ({"type": "array", "items": [{"type": "null"}]}, "items as a list"),
-        ({"type": "string", "pattern": "^a$b"}, r"\^ or \$ amid the pattern '\^a\$b'"),
+        ({"type": "string", "pattern": "^a$b"}, r"\^ or \$ inside the pattern '\^a\$b'"),
         ({"type": "string", "pattern": "a"}, "pattern unless it has the form"),
         ({"type": "number", "minimum": 0.5}, "minimum for the type number"),
         ({"type": "string", "maxLength": "1"}, "maxLength unless it is a whole number"),
