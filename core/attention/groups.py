@@ -100,8 +100,8 @@ def divide_layers(counts: Mapping[bool, Sequence[int]]) -> int:
     """The number of layers that a block has room for: the maximum of a group.
 
     counts: numbers of layers of the kinds without a window (False) and with one (True). All groups share the blocks, so
-    a group with fewer layers than the maximum wastes the rest of each of its blocks. The waste of short contexts, for
-    which all groups take blocks, plus that of long ones, for which only groups without a window do, is minimized.
+    a group with fewer layers than the maximum wastes the rest of each of its blocks. Minimizes the waste of short
+    contexts, for which all groups take blocks, plus that of long ones, for which only groups without a window do.
     """
     kinds = [*counts.get(False, ()), *counts.get(True, ())]
     long = counts.get(False, ()) or kinds

@@ -35,7 +35,7 @@ def _text(_: Any, attribute: Any, value: Any) -> None:
 class Grammar:
     """What an output must match. Made by one of the class methods, or of any kind that a grammar plugin knows.
 
-    Raises InvalidRequestError for what is not of the right form. Whether the grammar can be enforced turns out when the
+    Raises InvalidRequestError for a value of the wrong form. Whether the grammar can be enforced turns out when the
     engine compiles it.
     """
 

@@ -52,7 +52,7 @@ def depth(grammar: Grammar) -> int:
 
 
 def schema_of(grammar: Grammar) -> dict[str, object]:
-    """The JSON schema of a grammar as an object. Raises InvalidRequestError for what is no schema, and for `false`."""
+    """The JSON schema of a grammar as an object. Raises InvalidRequestError for JSON that is no schema, and `false`."""
     schema = json.loads(grammar.source)
     if schema is True:
         return {}

@@ -60,7 +60,7 @@ class Malformed:
     """What follows, or the call that began last, breaks the format. The text is not lost: it is content."""
 
     reason: str
-    """A sentence for whoever called the API."""
+    """A sentence for the API's client."""
 
 
 Event = Reasoning | Content | CallBegin | CallArguments | CallEnd | Malformed

@@ -32,7 +32,7 @@ def custom_parameters(pattern: str | None = None) -> dict[str, Any]:
 
 
 class CustomInput:
-    """The input of a custom tool, from the arguments of its call. What is not of that form is returned as it is."""
+    """The input of a custom tool, from the arguments of its call. Arguments of another form are returned unchanged."""
 
     def __init__(self) -> None:
         self._unread = ""

@@ -12,7 +12,7 @@ _WINDOW = 2**16
 
 def surely_fits(data: bytes, max_values: int) -> bool:
     """Whether JSON has so few quotes, brackets and commas that it holds few values, whatever they are for."""
-    strings = data.count(b'"') // 2 + len(data) // _WINDOW + 1  # which counts those that go on in another window twice
+    strings = data.count(b'"') // 2 + len(data) // _WINDOW + 1  # value_counts counts strings cut by windows twice
     values = strings + data.count(b"[") + data.count(b"{")
     return values <= max_values and data.count(b",") <= max_values * NUMBERS_PER_VALUE
 

@@ -60,5 +60,5 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     preemptions: int = 0
     """With the last output only: how often the request was preempted."""
     prediction_tokens: tuple[int, int] | None = None
-    """(accepted, rejected) tokens of Request.prediction so far: those verified that are in the output, and those that
-    are not. None: the request has no prediction, or neither number has changed since the output before."""
+    """(accepted, rejected): how many verified tokens of Request.prediction are in the output so far, and how many are
+    not. None: the request has no prediction, or neither number has changed since the output before."""
