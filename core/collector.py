@@ -1,6 +1,6 @@
 """Keeps garbage collections out of a process's start, whose objects live as long as the process.
 
-Importing torch makes 260,000 such objects. The collections amid imports scan them again and again and free nothing.
+Importing torch makes 260,000 such objects. Collections during imports scan them again and again and free nothing.
 """
 
 from __future__ import annotations

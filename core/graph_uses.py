@@ -27,5 +27,5 @@ class GraphUses:
         counts[1] += (size - used) * step.iterations
 
     def replays(self) -> tuple[tuple[str, int, int, int], ...]:
-        """As EngineStats.graph_replays."""
+        """The counts, in the form of EngineStats.graph_replays."""
         return tuple((kind, size, steps, padding) for (kind, size), (steps, padding) in sorted(self._replays.items()))

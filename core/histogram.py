@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from engine.core.types import HistogramCounts
 
 STEP_TOKENS_BOUNDS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
-"""Of the tokens that a step computes."""
+"""Bounds for the tokens that a step computes."""
 PREEMPTIONS_BOUNDS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
-"""Of the preemptions of a request."""
+"""Bounds for the preemptions of a request."""
 RESIDENCY_BOUNDS = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0),
     *(30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0),
 )
-"""Of the time that KV blocks stay and of that until they are reused, seconds; vLLM's."""
+"""Bounds for the seconds that KV blocks stay, and until they are reused; vLLM's."""
 
 
 class Histogram:

@@ -16,7 +16,7 @@ from attrs import frozen
 FIELDS = "fields"
 """Attribute of a log record with further fields of its JSON object: log.info(..., extra={FIELDS: {...}})."""
 ALWAYS = ("engine.core.startup_display",)
-"""Loggers whose entries of level info are written whatever the level is: what text prints without a level."""
+"""Loggers whose info entries JSON logs contain whatever the log level is; in text, they are printed without a level."""
 
 Fields = Mapping[str, object]
 
@@ -54,8 +54,8 @@ def worker_process(rank: int) -> Process:
 def configure(process: Process, *, style: str, level: str, context: Callable[[], Fields] | None = None) -> None:
     """Set up the logs of this process.
 
-    style: server.log_format. level: server.log_level. context: further fields of an entry that is written now, in JSON:
-    of the request that is being answered. As text, handlers that are there already are kept.
+    style: server.log_format. level: server.log_level. context: returns further fields of a JSON entry when it is
+    written, such as those of the request being answered. As text, handlers that are there already are kept.
     """
     root = logging.getLogger()
     if style == "json":

@@ -10,7 +10,7 @@ from attrs import frozen
 
 BYTES = "bytes"
 MAX_SECONDS_LEFT = 100 * 3600.0
-"""A longer time is not named: so slow a transfer has hardly begun."""
+"""A longer time left is not shown: a transfer that slow has hardly begun."""
 
 
 @frozen(kw_only=True)
@@ -26,7 +26,7 @@ class Progress:
     seconds: float = 0.0
     """Seconds since the phase began."""
     rate: float | None = None
-    """Of a transfer: units per second, of late; 0: nothing comes. None: the phase is no transfer."""
+    """Of a transfer: units per second over the last seconds; 0: nothing arrives. None: the phase is no transfer."""
     rank: int | None = None
     """Rank of the worker, if there are several; None: the engine process."""
 

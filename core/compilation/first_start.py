@@ -1,4 +1,4 @@
-"""Tells the first start of a configuration, whose kernels have to be compiled, from later ones.
+"""Distinguishes the first start of a configuration, whose kernels have to be compiled, from later ones.
 
 A start that has ended leaves a mark in Triton's cache directory, so that kernels and mark are deleted together.
 """
@@ -40,8 +40,8 @@ def begin_first_start(config: EngineConfig) -> None:
 
 
 def is_first_start(config: EngineConfig) -> bool:
-    """Whether no start with these settings, but for the scheduler's, and these versions has ended with this cache and
-    kind of GPU."""
+    """Whether no earlier start has completed with the same kernels: equal settings that choose kernels, versions,
+    sources, Triton cache and GPU models."""
     return not os.path.exists(_mark(config))  # a directory that cannot be read counts as a first start
 
 
@@ -87,7 +87,7 @@ def _mark(config: EngineConfig) -> Path:
 
 @cache
 def _versions() -> list[str]:
-    """Of the packages that compile, as this process found them."""
+    """Versions of torch and Triton, as this process found them; empty for a package that is missing."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = []
@@ -107,6 +107,6 @@ def _newest_kernel() -> float:
 
 
 def _triton_cache() -> Path:
-    """As triton.knobs.cache.dir."""
+    """Triton's cache directory, as triton.knobs.cache.dir gives it."""
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     return Path(os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))

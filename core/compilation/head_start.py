@@ -19,7 +19,7 @@ MODULE_LOADING = "CUDA_MODULE_LOADING"
 
 
 def begin_driver(config: EngineConfig) -> threading.Thread | None:
-    """Begin to initialize the GPU's driver in a thread, for at least 0.1 s; to be called before torch is imported.
+    """Begin to initialize the GPU's driver in a thread, which takes 0.1 s or more. Call it before torch is imported.
 
     Takes no memory of a GPU. From now on CUDA_VISIBLE_DEVICES has no effect, and a forked process cannot use the GPU.
     Returns the thread, which nothing needs to wait for: a later call of the driver waits until it is initialized.
@@ -31,10 +31,10 @@ def begin_driver(config: EngineConfig) -> threading.Thread | None:
 
 
 def begin_compiler_key(config: EngineConfig) -> threading.Thread | None:
-    """Begin to compute what all keys of kernels on disk begin with: a digest of the compiler, 0.3 s and more.
+    """Begin to compute in a thread the digest of the compiler that begins all keys of Triton's cache: 0.3 s or more.
 
-    To be called once torch is imported. Triton computes the digest when it is first needed, and remembers it; it reads
-    files and hashes them, which leaves Python's lock to other threads.
+    Call it once torch is imported. Triton computes the digest when it is first needed, and remembers it. Reading and
+    hashing the compiler's files leaves the GIL to other threads.
     """
     return _begin("triton-key", _compute_key) if may_use_gpu(config) else None
 

@@ -17,7 +17,7 @@ from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITCallable
 
 FUNCTION_LOCAL = "<locals>"
-"""In the qualified name of what a function defines, which no other process can import."""
+"""Part of the qualified name of whatever a function defines; no other process can import that."""
 MAX_NAME = 150
 """Characters of a kernel's name in the name of its file."""
 
@@ -36,7 +36,7 @@ class Job:
 
     @classmethod
     def of(cls, compile_kernel: Callable[[], object]) -> Job:
-        """The job of the function that Triton passes to triton.AsyncCompileMode, whose variables these are."""
+        """The job of the function that Triton passes to triton.AsyncCompileMode, from the variables it captures."""
         captured = inspect.getclosurevars(compile_kernel).nonlocals
         return cls(captured["src"], captured["target"], captured["options"].__dict__)
 
@@ -46,14 +46,14 @@ class Job:
         return manager.get_group(f"{self.source.name[:MAX_NAME]}.json") is not None
 
     def encode(self) -> bytes:
-        """As bytes. Raises PicklingError for a kernel that no other process can import."""
+        """The job as bytes. Raises PicklingError for a kernel that no other process can import."""
         file = io.BytesIO()
         _Pickler(file).dump((self.source, self.target, self.options))
         return file.getvalue()
 
     @classmethod
     def decode(cls, encoded: bytes) -> Job:
-        """Imports the kernel."""
+        """The job of `encode`; imports its kernel."""
         return cls(*_Unpickler(io.BytesIO(encoded)).load())
 
     def run(self, make_launcher: MakeLauncher | None) -> None:

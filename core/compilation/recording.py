@@ -21,7 +21,7 @@ from engine.core.compilation.client import SHARED, SharedServer
 from engine.core.compilation.job import Job
 
 EMPTY = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
-"""PyTorch's functions that return memory as it is, by their place and name."""
+"""PyTorch's functions that return uninitialized memory, by their place and name."""
 
 
 class CompilingElsewhere(triton.AsyncCompileMode):  # type: ignore[misc]
@@ -46,7 +46,7 @@ class CompilingElsewhere(triton.AsyncCompileMode):  # type: ignore[misc]
         return kernel
 
     def _submit(self, key: str, compile_kernel: Callable[[], Any]) -> Future[None] | None:
-        """None: the kernel is on disk, or is to be compiled here."""
+        """Send a kernel to the compile server. None: the kernel is on disk, or is to be compiled here."""
         with suppress(Exception):  # of a kernel that cannot be described
             job = Job.of(compile_kernel)
             encoded = job.encode()

@@ -51,7 +51,7 @@ class _Child:
 
     pid: int
     number: int
-    """Of the job."""
+    """Number of the job."""
     errors: int
     """File descriptor that the child writes its error to, and that ends with the child."""
     deadline: float
@@ -129,7 +129,7 @@ class Server:
         self._connection.send_bytes(child.number.to_bytes(NUMBER_BYTES) + error)
 
     def _kill_late_children(self) -> None:
-        """Their pipes end, so that `run` finishes them."""
+        """Kill the children past their deadline; their pipes then end, so that `run` finishes them."""
         now = time.monotonic()
         for child in self._children.values():
             if child.deadline <= now:

@@ -1,4 +1,4 @@
-"""The configuration of an `Engine` made in Python: that of its argument `config`, and its other arguments over it."""
+"""The configuration of an `Engine` made in Python: its argument `config`, overridden by its other arguments."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Cache:
         os.replace(written.name, file)
 
     def lacks(self, commit: str, wanted: Wanted) -> list[str]:
-        """The needed files that are not in a commit's directory; of weights in parts, those that its index names."""
+        """The needed files that a commit's directory lacks; for weights in parts, the files that the index names."""
         directory = self.snapshot(commit)
         names = {file.name for file in directory.iterdir() if file.exists()} if directory.is_dir() else set()
         needed = [CONFIG] if wanted.config else []

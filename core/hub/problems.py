@@ -24,7 +24,7 @@ def is_offline(error: Exception) -> bool:
 
 
 def is_answer(error: Exception) -> bool:
-    """Whether the hub has refused the request, so that sending it again is in vain."""
+    """Whether the hub has refused the request, so that sending it again is useless."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if isinstance(error, HfHubHTTPError):

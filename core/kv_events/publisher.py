@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 class Publisher:
     """Sends batches from a thread of its own, so that the caller never waits.
 
-    What is kept is bounded: `max_queue` batches for the thread, beyond which batches are dropped and counted;
+    Memory is bounded: `max_queue` batches for the thread, beyond which batches are dropped and counted;
     `high_water_mark` batches per reader, beyond which ZeroMQ drops batches for this reader; `buffer_steps` batches of
     `buffer_bytes` in all for replays. The gap in the sequence numbers shows a reader what it has missed.
     """
@@ -156,7 +156,7 @@ class Publisher:
 
 
 def endpoint_of(endpoint: str, config: KVEventsConfig) -> str:
-    """The endpoint of this rank: the port plus the rank, or the path followed by it; where it connects, as given."""
+    """The endpoint of this rank: the port plus the rank, or the path followed by the rank; to connect to, as given."""
     if not config.rank or config.connect:
         return endpoint
     if endpoint.startswith("ipc://"):

@@ -19,7 +19,7 @@ from engine.core.tokens import TOKEN_TYPE
 from engine.core.types import BlockKind
 
 HASH = Struct(f">{DIGEST_BYTES - 8}xQ")
-"""A digest, of which the hash is a part."""
+"""Unpacks the hash from a digest: the last 8 bytes."""
 MEDIUM = "GPU"
 """Where blocks are: vLLM's name for the cache in the memory of the model's own device, whatever device that is."""
 
@@ -38,7 +38,7 @@ class BatchEncoder:
         self._removed = [
             {name: value for name, value in group.items() if name == "group_idx"} for group in self._groups
         ]
-        """Of a kind, the fields of removed blocks that say which layers they are for."""
+        """By kind, the fields of removed blocks that say which layers the blocks are for."""
 
     def encode(self, seconds: float, changes: Sequence[Change]) -> bytes:
         """One batch. seconds: time.time() of the changes."""

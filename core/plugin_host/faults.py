@@ -108,7 +108,7 @@ def name_fault(error: BaseException, runs: PluginCall | None = None) -> None:
     """Raise StepFaultError from `error`, naming the plugin whose method was running; return if there was none.
 
     The traceback says which method, so a step pays nothing until something is raised. runs: the call to name where no
-    frame of the traceback is a plugin's. Returns for what is no fault, too.
+    frame of the traceback is a plugin's. Also returns if `is_no_fault(error)`.
     """
     if is_no_fault(error):
         return

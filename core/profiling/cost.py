@@ -1,4 +1,4 @@
-"""FLOPs and bytes of a step, by module: what the device must compute and move at the least, on one rank.
+"""FLOPs and bytes of a step, by module: the minimum that the device must compute and move, on one rank.
 
 Conventions:
 
@@ -15,8 +15,8 @@ Conventions:
 - Activations are what a module must read and write if all operations within it are fused, in the model's dtype: the
   inputs and outputs of linear layers, queries, keys, values and outputs of attention. Logits count nothing: a fused
   argmax writes none.
-- Of a module, all of these are bytes. Of a whole step, activations are left out, since whether they pass through memory
-  depends on fusion and on the size of caches: the step's floor is that of weights, KV cache, states and FLOPs.
+- The bytes of a module are all of these. Those of a whole step leave out activations, since whether they pass through
+  memory depends on fusion and on the size of caches: the step's floor is that of weights, KV cache, states and FLOPs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ModuleKind = Literal["embedding", "norm", "linear", "attention", "experts", "sta
 
 @frozen(kw_only=True)
 class Peaks:
-    """What a device can do at the most."""
+    """The maximum rates of a device."""
 
     bandwidth: float
     """Bytes per second, read and written."""
@@ -86,15 +86,15 @@ class Work:
         return self.flops / self.bytes if self.bytes else 0.0
 
     def compute_seconds(self, peaks: Peaks) -> float:
-        """Seconds that the FLOPs take at the least."""
+        """Minimum seconds that the FLOPs take."""
         return (self.flops - self.flops8) / peaks.flops + self.flops8 / (peaks.flops8 or peaks.flops)
 
     def step_floor(self, peaks: Peaks) -> float:
-        """Seconds that a whole step takes at the least."""
+        """Minimum seconds of a whole step."""
         return max(self.step_bytes / peaks.bandwidth, self.compute_seconds(peaks))
 
     def module_floor(self, peaks: Peaks) -> float:
-        """Seconds that a module takes at the least, on its own. The floors of all modules exceed that of their step."""
+        """Minimum seconds of a module on its own. The floors of all modules exceed that of their step."""
         return max(self.bytes / peaks.bandwidth, self.compute_seconds(peaks))
 
 
@@ -102,8 +102,8 @@ class Work:
 class ModuleCost:
     """What a module, or several alike, cost per step, token, pair and so on, on one rank.
 
-    `name` tells modules of one kind apart; what else is not a sum (`rows`, `eight_bit`, `window`, `num_experts`,
-    `top_k`) says what the numbers are multiplied with.
+    `name` distinguishes modules of one kind; the other fields that are not sums (`rows`, `eight_bit`, `window`,
+    `num_experts`, `top_k`) say what the numbers are multiplied with.
     """
 
     name: str
@@ -120,17 +120,17 @@ class ModuleCost:
     """Experts per token."""
 
     weight_bytes: int = 0
-    """Read in every step. Of experts: none."""
+    """Bytes of weights that are read in every step, those of experts excluded."""
     expert_bytes: int = 0
-    """Of the weights of all experts on this rank."""
+    """Bytes of the weights of all experts on this rank."""
     flops_per_row: float = 0
     activation_bytes_per_row: int = 0
     flops_per_pair: int = 0
     """Per pair of a query and a key."""
     kv_bytes_per_token: int = 0
-    """Of the keys and values of one token."""
+    """Bytes of the keys and values of one token."""
     state_bytes: int = 0
-    """Of one sequence's state, which is read and written."""
+    """Bytes of one sequence's state, which is read and written."""
 
     def work(self, shape: StepShape) -> Work:
         """FLOPs and bytes in a step of this shape."""

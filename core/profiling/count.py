@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from engine.core.quant.base import QuantMethod, TensorSpec
 
 EIGHT_BITS = (6, 12)
-"""Bits per weight, scales included, above and below which weights do not count as 8-bit ones."""
+"""Weights of more bits than the first and fewer than the second number, scales included, count as 8-bit weights."""
 
 
 def count_model(layers: LayerFactory, layout: CacheLayout) -> ModelCost:
     """Count the modules of one rank.
 
-    layers: of which the model was made. Weights have the bytes that they take on the device, or before they are loaded
-    those in the checkpoint. layout: the cache groups of the rank.
+    layers: the factory that made the model's layers. Weights count with their bytes on the device, or before they are
+    loaded with those in the checkpoint. layout: the cache groups of the rank.
     """
     counter = _Counter(layers)
     for number in layers.attentions:

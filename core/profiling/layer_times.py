@@ -25,8 +25,8 @@ from engine.core.profiling.layer_events import (
 )
 
 COPIED, FILLED = "memcpy", "memset"
-"""How the names of the kernels begin by which the driver copies and fills in a CUDA graph, such as memcpy32_post. Those
-of the operations begin alike, with a capital."""
+"""Prefixes of the names of the kernels with which the driver copies and fills in a CUDA graph, such as memcpy32_post.
+Outside of graphs, copies and fills have names with the same prefixes, capitalized."""
 COPIES = "(copies in graphs)"
 """Line of the copies in replays whose order differs from that in the twin."""
 OUTSIDE = "(outside of steps)"

@@ -69,7 +69,7 @@ class ClosedForm:
     def work(
         self, tokens: int, sampled: int, sequences: int, pairs: list[int], keys: list[int], iterations: int
     ) -> tuple[float, float, float, float, float]:
-        """(FLOPs, those of them in 8-bit layers, weight bytes, KV bytes read, KV bytes written) of a step.
+        """(FLOPs, the part of them in 8-bit layers, weight bytes, KV bytes read, KV bytes written) of a step.
 
         pairs, keys: per window. The others are the fields of StepShape.
         """

@@ -1,4 +1,4 @@
-"""What a step computes, as far as its cost depends on that: tokens, contexts, and which keys each query sees."""
+"""The properties of a step on which its cost depends: tokens, contexts, and which keys each query sees."""
 
 from __future__ import annotations
 

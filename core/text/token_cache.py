@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from engine.core.text.tokenizer import Tokenizer
 
 MIN_TEXT = 4096
-"""Characters of a text that is tokenized faster than it is looked up and kept."""
+"""Shorter texts, in characters, are tokenized faster than they are looked up and kept."""
 MIN_PART = 512
-"""Characters of a part, unless it is the last one: what is kept of a part takes as much memory again."""
+"""Minimum characters of a part, unless it is the last one: an entry takes ENTRY_BYTES besides its text and tokens."""
 ENTRY_BYTES = 512
-"""What a part takes besides its text and tokens."""
+"""Bytes that a part takes besides its text and tokens."""
 
 _EDGES = frozenset(string.punctuation) - {"_"}
 """Characters that are neither blanks nor parts of words."""
@@ -109,7 +109,7 @@ class TokenCache:
         self._parts: OrderedDict[tuple[str, str], Tokens] = OrderedDict()  # least recently used first
         self._lock = Lock()
         self.bytes = 0
-        """Of the parts kept."""
+        """Bytes of the parts kept."""
 
     def encode(self, text: str, salt: str = "") -> Tokens:
         """The tokens of a text in which special tokens are spelled out, as of a chat; none are added.

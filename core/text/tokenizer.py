@@ -148,7 +148,7 @@ class Tokenizer:
         """Whether a text surely has more than `max_tokens` tokens. The cost is bounded by `max_tokens`.
 
         Pieces of the text have a few more tokens than the whole, where words are cut: so the pieces must have twice as
-        many, and some more. False says nothing.
+        many, and some more. False: unknown.
         """
         count = 0
         for start in range(0, len(text), _PIECE):

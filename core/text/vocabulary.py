@@ -1,4 +1,4 @@
-"""The tokens of a tokenizer, as a library converts them: the contract, and that for the `tokenizers` library."""
+"""The tokens of a tokenizer, as a library converts them: the contract, and its form for the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Vocabulary(ABC):
     has_bytes: bool
     """Whether every token has bytes of its own, whatever its neighbours are."""
     has_byte_tokens: bool
-    """Whether some tokens have bytes of their own, and are part of a character, while all others have whole ones."""
+    """Whether some tokens stand for single bytes, possibly part of a character; all others hold whole characters."""
     drops_space: bool = False
     """Whether a token at the beginning of a text has other bytes (`first_bytes`) than elsewhere."""
     separators: Separators | None = None
@@ -72,7 +72,7 @@ class LibraryVocabulary(Vocabulary):
         added = backend.get_added_tokens_decoder()
         self.special_tokens = frozenset(token for token, about in added.items() if about.special)
         if not (backend.encode_special_tokens or getattr(backend.model, "dropout", None)):
-            # Those that are `normalized` are looked for later, between these.
+            # The library looks for `normalized` added tokens later, in the text between these.
             self.separators = Separators(
                 AddedText(about.content, alone=not (about.lstrip or about.rstrip or about.single_word))
                 for about in added.values()

@@ -23,9 +23,9 @@ from engine.core.timeline.clock import to_unix
 from engine.core.timeline.spans import SUFFIX, Part
 
 MAX_EVENTS = 1_000_000
-"""Events of a trace; of more, the latest are left out. They take about 20 MB as a file and 1 GB in the merge."""
+"""Maximum events of a trace; the latest beyond that are left out. That many take 20 MB as a file, 1 GB in the merge."""
 FLOW = 2**32
-"""Numbers of flows that one part may have."""
+"""Maximum number of flow ids of one part."""
 REPORT = "report.json"
 LOW_PRIORITY = 10
 """Niceness of the merging process."""
@@ -43,7 +43,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     patience: float = 10.0
     """Seconds to wait for missing parts."""
     cut: tuple[str, ...] = ()
-    """What the engine says was left out."""
+    """What the engine left out, in sentences."""
     max_events: int = MAX_EVENTS
 
 
@@ -127,7 +127,7 @@ class _Tracks:
         self.own = self.process("own", f"{part.process} (process {part.pid})")
 
     def process(self, key: object, name: str = "") -> int:
-        """The number of a process, which is new or not."""
+        """The number of a process; gives a new process the next one."""
         if key not in self._processes:
             number = self._processes[key] = self._first + len(self._processes)
             self._label(number, "process_name", name=name or f"{self._part.process} {key}")
@@ -135,7 +135,7 @@ class _Tracks:
         return self._processes[key]
 
     def row(self, process: int, key: object, name: str = "", order: int | None = None) -> int:
-        """The number of a row of a process, which is new or not."""
+        """The number of a row of a process; gives a new row the next one."""
         if (process, key) not in self._rows:
             number = self._rows[process, key] = len(self._rows) + 1
             self._label(process, "thread_name", number, name=name or str(key))
@@ -174,7 +174,7 @@ def _own_events(part: Part, tracks: _Tracks, base: int) -> Iterator[dict[str, An
 
 
 def _kineto_events(file: Path, tracks: _Tracks, base: int, number: int) -> Iterator[dict[str, Any]]:
-    """The events of torch.profiler's trace: those of threads in the process itself, those of GPUs apart.
+    """The events of torch.profiler's trace: threads' events in the process itself, GPUs' in processes of their own.
 
     Its times are Unix times, after a base of its own.
     """

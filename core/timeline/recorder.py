@@ -81,7 +81,7 @@ class Recorder:
         ended: Callable[[], None],
         notify: Callable[[str], None],
     ) -> None:
-        """call: runs a control operation on all ranks. timers: those of the engine's phases, which are exchanged.
+        """call: runs a control operation on all ranks. timers: of the engine's phases, replaced while recording.
 
         ended: called when steps need not be reported any more. notify: called with the directory of the parts when
         recording begins, and with an empty text when the others are to write their parts.

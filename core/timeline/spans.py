@@ -58,7 +58,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     kineto: str = ""
     """File of torch.profiler's trace, next to this one; empty: none."""
     cut: str = ""
-    """What the process recorded no more, in a sentence; empty: nothing."""
+    """What the process did not record, in a sentence; empty: nothing is missing."""
 
 
 class Spans:
