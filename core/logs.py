@@ -26,9 +26,9 @@ class Process:
     """The process that logs."""
 
     name: str
-    """In lines of text."""
+    """Name of the process in text logs."""
     fields: Fields
-    """In JSON: what it is and which one of its kind."""
+    """Fields of JSON logs: the kind of process, and which one of its kind."""
 
 
 def supervisor_process() -> Process:

@@ -16,7 +16,7 @@ from engine.core.startup import Listener, Progress, format_progress
 INTERVAL = 5.0
 """Seconds between two lines without a terminal; a faster start prints nothing."""
 TRANSFER_INTERVAL = 30.0
-"""The same for a download, whose begin and end also have a line."""
+"""Seconds between two lines of a download without a terminal; its begin and end have lines too."""
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""How idle CPU threads of tensor operations wait. OpenMP reads that from the environment, once, as torch is loaded."""
+"""Sets how idle CPU threads of tensor operations wait, by variables that OpenMP reads once, when torch is loaded."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def default_directory() -> Path:
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
-    """What measurements depend on apart from the kernels, whose version each result records."""
+    """The GPU, PyTorch and Triton that measurements depend on. (Each result records the version of its kernels.)"""
     return {
         "device": torch.cuda.get_device_name(device),
         "pytorch": torch.__version__,

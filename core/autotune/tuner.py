@@ -34,7 +34,7 @@ MAX_RELATIVE_TIME = 0.99
 
 @frozen(kw_only=True)
 class TuningReport:
-    """What `tune` did."""
+    """The outcome of `tune`."""
 
     results: tuple[TuningResult, ...]
     measured: int

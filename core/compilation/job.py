@@ -28,7 +28,7 @@ MakeLauncher = Callable[[Any, Any], object]
 
 @frozen
 class Job:
-    """What triton.compile takes."""
+    """The arguments of one call of triton.compile."""
 
     source: Any
     target: Any

@@ -74,7 +74,7 @@ class _Compilation:
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """As CompilingElsewhere, and launch nothing: launches inside only record their kernels.
+    """CompilingElsewhere, without launching: launches in the `with` block only record their kernels.
 
     The tensors that the kernels would have filled are zero, so that an operation of PyTorch that reads indices from
     them finds valid ones. For one thread at a time.

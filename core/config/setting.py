@@ -1,4 +1,4 @@
-"""How a setting is defined."""
+"""Defines a setting with its help text, option and aliases."""
 
 from __future__ import annotations
 

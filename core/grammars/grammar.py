@@ -33,7 +33,7 @@ def _text(_: Any, attribute: Any, value: Any) -> None:
 
 @frozen
 class Grammar:
-    """What an output must match. Made by one of the class methods, or of any kind that a grammar plugin knows.
+    """What an output must match. Made by a class method, or directly for another kind that a grammar plugin knows.
 
     Raises InvalidRequestError for a value of the wrong form. Whether the grammar can be enforced turns out when the
     engine compiles it.

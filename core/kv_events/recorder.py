@@ -24,7 +24,7 @@ class Stored:
     """Request.salt of the sequence."""
     digests: list[bytes] = field(factory=list)
     tokens: list[bytes] = field(factory=list)
-    """Of one or several blocks each, packed (core/tokens.py)."""
+    """Token ids of one or several blocks each, packed (core/tokens.py)."""
 
 
 @define

@@ -21,7 +21,7 @@ class ForwardPass:
     """None in a group of states."""
     plan: Any
     pool: KVPool
-    """In a group of states a StatePool."""
+    """The pool of the cache group; in a group of states, a StatePool."""
     groups: tuple[ForwardPass, ...] = ()
     """The passes of several cache groups; this one is then the first group's. Empty: all layers are of one group."""
 

@@ -68,7 +68,7 @@ Event = Reasoning | Content | CallBegin | CallArguments | CallEnd | Malformed
 
 @frozen(kw_only=True)
 class Templates:
-    """What a checkpoint says of its format."""
+    """The templates by which a checkpoint describes its format."""
 
     chat: str = ""
     """Source of the chat template, the one for tools if there are several; empty if there is none."""

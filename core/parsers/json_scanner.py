@@ -48,7 +48,7 @@ class JsonScanner:
         self._is_key = False
         """Whether the string being read is a key."""
         self._rest = ""
-        """What must follow: of a literal."""
+        """The rest of the literal being read."""
         self._digits = 0
         """Hexadecimal digits that must follow."""
         self._number: list[str] = []

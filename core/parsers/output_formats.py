@@ -85,7 +85,7 @@ class CallFormat:
     """
 
     mark: str
-    """What no text but a call contains: the beginning of `opening`, or of every call if that is empty."""
+    """Text that occurs in calls only: the beginning of `opening`, or of every call if `opening` is empty."""
     begin: Callable[[str], str]
     """What stands before the arguments of a call of a tool with this name."""
     end: str = ""

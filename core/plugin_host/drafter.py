@@ -41,13 +41,13 @@ class DrafterParts:
     spec: DrafterSpec
     shape: DrafterShape
     checkpoint: Checkpoint
-    """The one with its weights."""
+    """The checkpoint with the speculator's weights."""
     quant: type[QuantMethod[Any]]
     quant_options: Any
     quant_owner: str
     """How errors name the quantization plugin."""
     layout: CacheLayout
-    """Its cache groups. All read the block table of the target's first group."""
+    """Cache groups of the speculator's layers. All read the block table of the target's first group."""
 
 
 @frozen(kw_only=True)

@@ -40,7 +40,7 @@ class Peaks:
     flops: float
     """FLOPs per second of dense matrix products in the model's dtype."""
     flops8: float | None = None
-    """The same of products of 8-bit numbers; None: `flops`."""
+    """FLOPs per second of dense products of 8-bit numbers; None: as `flops`."""
     source: str = ""
     """How the peaks are known, for people to read."""
 
@@ -51,14 +51,14 @@ class Work:
 
     flops: float = 0
     flops8: float = 0
-    """Those of `flops` in layers with 8-bit weights."""
+    """The part of `flops` in layers with 8-bit weights."""
     weight_bytes: float = 0
     kv_read: float = 0
     """Bytes of keys, values and states read."""
     kv_written: float = 0
     """Bytes of keys, values and states written."""
     activation_bytes: float = 0
-    """Read and written."""
+    """Bytes of activations read and written."""
 
     def __add__(self, other: Work) -> Work:
         return Work(

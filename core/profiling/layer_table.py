@@ -80,7 +80,7 @@ class LayerTable:
     """Modules in the order of their first calls, lines in parentheses, idle time. The device times sum to `step_us`."""
     step_us: float
     bytes: float
-    """Of weights and KV cache."""
+    """Bytes of weights and KV cache."""
     flops: float
     floor_us: float | None
     """The least time of a step. Less than the sum of the lines' floors: see cost.py."""

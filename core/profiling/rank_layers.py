@@ -26,7 +26,7 @@ class LayerRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The part of `device_us` in which ranks wait for each other."""
     flops: float
     flops8: float
-    """Those of `flops` with 8-bit weights."""
+    """The part of `flops` with 8-bit weights."""
     bytes: float
     """Weights, KV cache and activations."""
 

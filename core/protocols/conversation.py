@@ -63,7 +63,7 @@ class Conversation:
     """Sampling parameters by the names of SamplingParams, as the client gave them, unchecked; None: the model's
     default. `stop` may be a text, `logit_bias` is a mapping. max_tokens, logprobs and grammar have their own fields."""
     max_tokens: int | None = None
-    """Of the answer, reasoning included; None: the model's default, else what the context holds."""
+    """Maximum tokens of the answer, reasoning included; None: the model's default, else what the context holds."""
     may_exceed_context: bool = False
     """Whether prompt and max_tokens together may be more than the context holds, which then ends the answer."""
     logprobs: int | None = None

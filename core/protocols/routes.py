@@ -31,7 +31,7 @@ class Call:
     """What a request says besides its body."""
 
     headers: Mapping[str, str] = field(factory=dict)
-    """By name, in lower case."""
+    """Headers by name, in lower case."""
     query: Mapping[str, str] = field(factory=dict)
     """Parameters of the URL."""
 

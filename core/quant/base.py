@@ -76,7 +76,7 @@ class LinearSpec:
     """Over all ranks."""
     bias: bool
     dtype: str
-    """Of activations: float32, bfloat16 or float16."""
+    """Dtype of activations: float32, bfloat16 or float16."""
     device: str = "cpu"
     """Where the layer computes, as torch.device takes it."""
     parallel: Parallel = "none"

@@ -36,9 +36,9 @@ class ExpertsSpec:
     """Experts per token."""
     hidden_size: int
     intermediate_size: int
-    """Of each expert, over all ranks."""
+    """Intermediate size of each expert, over all ranks."""
     dtype: str
-    """Of activations: float32, bfloat16 or float16."""
+    """Dtype of activations: float32, bfloat16 or float16."""
     device: str = "cpu"
     activation: Activation = "silu"
     bias: bool = False

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """How byte-fallback vocabularies spell the token of a byte."""
-NO_ID = "a token id is negative or above 2**32"
+NO_ID = "a token id is negative or above 2**32 - 1"
 _MANY = 1024
 """Tokens from which on decoding them takes long enough to let other threads run."""
 

@@ -32,7 +32,7 @@ LOW_PRIORITY = 10
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What to merge."""
+    """One merge: the parts, the trace to write, and limits."""
 
     parts: str
     """Directory of the parts, which is removed."""
@@ -48,7 +48,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What was written."""
+    """A trace that was written, and what is missing in it."""
 
     path: str
     processes: tuple[str, ...]

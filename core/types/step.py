@@ -25,7 +25,7 @@ class NewSequence:
     """The prompt, followed by the output so far if the request was preempted."""
     prompt_len: int
     params: SamplingParams
-    """With the seed set."""
+    """Sampling parameters, with the seed set."""
 
 
 @frozen

@@ -1,4 +1,4 @@
-"""What is done with each key of a generation_config.json: honoured, without effect, or named in a warning.
+"""Sorts the keys of a generation_config.json: honoured, without effect, or named in a warning.
 
 transformers' GenerationConfig defines the keys. tests/core/weights/test_generation_config.py compares these tables with
 all of its keys.

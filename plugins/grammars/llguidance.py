@@ -189,7 +189,7 @@ class _Compiled(CompiledGrammar):
 
 
 def _extra_originals(seconds: float, cores: int) -> int:
-    """How many matchers to make besides the first, which took some seconds."""
+    """How many matchers to make besides the first, which took `seconds` to make."""
     if cores < MIN_CORES:
         return 0
     return min(MAX_ORIGINALS, cores, 1 + int(MAX_EXTRA_SECONDS / max(seconds, 1e-6))) - 1

@@ -7,7 +7,7 @@ from engine.plugins.parsers.tagged import Marks, Tagged, TaggedParsing
 
 MARK, CLOSING_MARK = "<tool_call>", "</tool_call>"
 OTHER_FORMATS = ("<function=", "<arg_key>")
-"""In the templates of models that write something else than JSON between the same marks (Qwen3-Coder, GLM)."""
+"""Texts in the templates of models that write anything but JSON between the same marks (Qwen3-Coder, GLM)."""
 
 
 class Hermes(Tagged):
