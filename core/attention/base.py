@@ -158,8 +158,8 @@ class AttentionBackend(ABC, Generic[OptionsT, PlanT]):
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PlanT) -> torch.Tensor:
         """Compute the attention of one layer, causal within each sequence.
 
-        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], those of the new tokens, which are in the pool
-        already. All three may be strided views whose last two dimensions are dense.
+        q: [tokens, heads, head_dim]; k: [tokens, kv_heads, head_dim] and v: [tokens, kv_heads, spec.output_dim] of the
+        new tokens, which are in the pool already. All three may be strided views whose last two dimensions are dense.
         Returns [tokens, heads, spec.output_dim] in the dtype of q.
         """
 

@@ -30,7 +30,7 @@ class ForwardBatch:
     context_lens: torch.Tensor
     """[sequences] int32: tokens in the cache after this pass, the new ones included."""
     block_tables: torch.Tensor
-    """[sequences, max_blocks] int32; entries beyond a sequence's blocks are any valid block."""
+    """[sequences, max_blocks] int32; entries beyond a sequence's blocks hold the number of any block of the pool."""
     logit_rows: torch.Tensor
     """[rows] int64: indices of the tokens whose logits are computed."""
     num_decodes: int
