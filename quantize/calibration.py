@@ -34,7 +34,7 @@ class Calibration:
         Raises ConfigError if the text is too short, or samples are longer than the model's context.
         """
         if self.samples < 1 or self.length < 1:
-            raise ConfigError(f"--samples {self.samples} of --sample-length {self.length} are none; give 1 or more")
+            raise ConfigError(f"--samples {self.samples} and --sample-length {self.length} must both be 1 or more")
         if self.length > max_len:
             raise ConfigError(
                 f"--sample-length {self.length} is longer than the model's context; use at most {max_len}"

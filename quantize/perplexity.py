@@ -58,8 +58,8 @@ def check_windows(context: int, stride: int, max_len: int) -> None:
     """Raises ConfigError if windows cannot be scored, or do not fit into a context of `max_len` tokens."""
     if not 0 < stride < context:
         raise ConfigError(
-            f"windows of {context} tokens cannot move on by {stride}: their first token has nothing before it;"
-            f" use windows of 2 tokens or more, and 1 to {max(1, context - 1)}"
+            f"windows of {context} tokens cannot have a stride of {stride}: a token with none before it cannot be"
+            f" scored; use windows of 2 tokens or more, and a stride from 1 to {max(1, context - 1)}"
         )
     if context >= max_len:
         raise ConfigError(f"--context {context} does not fit the model's {max_len}; use {max_len - 1}")
@@ -79,7 +79,7 @@ def measure(
     """
     check_windows(context, stride, engine.max_len)
     if len(tokens) < 2:
-        raise ConfigError("the held-out text has fewer than two tokens, so there is nothing to foresee")
+        raise ConfigError("the held-out text has fewer than two tokens, so there is nothing to predict")
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     every = list(windows(len(tokens), context, stride))
     total = 0.0

@@ -120,7 +120,7 @@ class FormatResolver:
             fitting = [trigger for trigger in triggers if _begins(begin, trigger)]
             if len(fitting) != 1:
                 what = "with none" if not fitting else "with several"
-                raise refusal(f"the begin of a tag must begin with one trigger; {what} does {_shown(begin)}")
+                raise refusal(f"the begin of a tag must begin with one trigger; {_shown(begin)} begins {what}")
             start = fitting[0][0]
             assert isinstance(start, (Text, Token))
             rest = _after(begin, start)

@@ -156,7 +156,7 @@ def _check_plain(pattern: str) -> None:
     """Refuse a pattern whose matches, which XGrammar puts between quotes as they are, may not be JSON of that text."""
     shown = repr(pattern[:100])
     if not re.fullmatch(r"\^[^|]*\$", pattern):
-        raise _refusal("pattern", f"unless it has the form ^...$ without |, as {shown} has not")
+        raise _refusal("pattern", f"unless it has the form ^...$ without |, unlike {shown}")
     ranges = re.findall(r"(?<=[^\\])(.)-(.)", pattern)
     plain = re.fullmatch(r'(?:[^."\\\x00-\x1f]|\\[dw]|\\[^\w"\\\s])*', pattern) and "[^" not in pattern
     if not plain or not all(re.fullmatch("[a-z]{2}|[A-Z]{2}|[0-9]{2}", low + high) for low, high in ranges):

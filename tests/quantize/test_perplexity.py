@@ -47,7 +47,7 @@ def test_windows_that_do_not_fit_are_an_error(model: Path) -> None:
     settings = {"executor__device": "cpu", "cache__memory": "8MiB"}
     with pytest.raises(ConfigError, match=r"--context 512 does not fit the model's 512; use 511"):
         perplexity(model, "some text", context=512, stride=256, **settings)
-    with pytest.raises(ConfigError, match="windows of 64 tokens cannot move on by 64"):
+    with pytest.raises(ConfigError, match="windows of 64 tokens cannot have a stride of 64"):
         perplexity(model, "some text", context=64, stride=64, **settings)
     with pytest.raises(ConfigError, match="fewer than two tokens"):
         perplexity(model, "a", context=64, stride=32, **settings)

@@ -101,7 +101,7 @@ def test_tags_are_grouped_by_their_triggers() -> None:
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        ({**AUTO, "triggers": ["<tool", "<tool_call"]}, "with several does"),
+        ({**AUTO, "triggers": ["<tool", "<tool_call"]}, "begins with several"),
         ({**AUTO, "triggers": ["<tool_call>", "<x>"]}, "no tag begins with the trigger '<x>'"),
         (tags("triggered_tags", [tag("ab", JSON, "."), tag("b", JSON, ".")], triggers=["ab", "b"]), "could never come"),
         (tags("triggered_tags", [tag("ab", JSON, ".")], triggers=["ab"], excludes=["b"]), "contains an excluded text"),
