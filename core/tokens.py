@@ -36,7 +36,7 @@ class Tokens(Sequence[int]):
     __slots__ = ("_ids",)
 
     def __init__(self, ids: Iterable[int] = ()) -> None:
-        """Raises TypeError or OverflowError for an id that is no int32."""
+        """Pack token ids. Raises TypeError or OverflowError for an id that is no int32."""
         self._ids: array[int]
         if type(ids) is Tokens:
             self._ids = ids._ids

@@ -84,6 +84,7 @@ class GraphSlot:
     """Batch shape of one CUDA graph, whose device buffers stay the same from replay to replay."""
 
     num_sequences: int
+    """Sequences of the batch, padding included."""
 
 
 class AttentionBackend(ABC, Generic[OptionsT, PlanT]):
@@ -188,7 +189,7 @@ def contract_error(cls: type[AttentionBackend[Any, Any]]) -> str | None:
 
 
 def layers_by_window(spec: AttentionSpec) -> Mapping[int | None, tuple[int, ...]]:
-    """Group the layers by sliding window, so that a backend can plan once per window instead of once per layer."""
+    """Group the layers by sliding window: window -> its layers, so that a backend can plan once per window."""
     groups: dict[int | None, list[int]] = {}
     for layer, window in enumerate(spec.sliding_windows):
         groups.setdefault(window, []).append(layer)

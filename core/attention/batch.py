@@ -20,7 +20,7 @@ class ForwardBatch:
     """
 
     tokens: torch.Tensor
-    """[tokens] int64."""
+    """[tokens] int64: token ids."""
     positions: torch.Tensor
     """[tokens] int64: position of each token in its sequence."""
     slots: torch.Tensor

@@ -12,10 +12,10 @@ from engine.core.weights.host_memory import host_tensor
 
 
 class KVPool:
-    """The KV cache's tensors: per layer, keys and values [num_blocks + 1, block_size, kv_heads, head_dim].
+    """The KV cache's tensors: `keys` and `values`, per layer [num_blocks + 1, block_size, kv_heads, head_dim].
 
     The last block is scratch: padding is written there and never read. Values may have another size than keys; those of
-    a latent cache are views of the keys.
+    a latent cache are views of the keys. `scales` has the KVScales of each layer.
     """
 
     def __init__(

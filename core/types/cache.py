@@ -16,7 +16,7 @@ class BlockKind:
     """
 
     name: str
-    """As shown to users: "full" or "window 1024"."""
+    """As shown to users: "full", "latent" or "window 1024"."""
     window: int | None = None
     """The number of tokens that a token attends to, itself included; None: the whole context."""
     groups: int = 1
@@ -45,9 +45,9 @@ class CacheInfo:
     kv_dtype: str = ""
     """Data type of keys and values; empty: as dtype."""
     penalty_bytes: int = 0
-    """Maximum of the token counts for penalties; used only while requests have penalties."""
+    """Maximum bytes of the token counts for penalties; used only while requests have penalties."""
     kernel_bytes: int = 0
-    """Maximum of the kernels compiled while serving; on a CPU only."""
+    """Maximum bytes of the kernels compiled while serving; on a CPU only."""
     kinds: tuple[BlockKind, ...] = (FULL,)
     """The kinds of layers that share the blocks."""
     states: int = 0

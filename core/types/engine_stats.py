@@ -18,8 +18,11 @@ class EngineStats:
     compiling: int = 0
     """Requests that wait until their grammars are compiled; not counted in `waiting`."""
     blocks_used: int = 0
+    """KV blocks in the block tables of running requests."""
     blocks_cached: int = 0
+    """KV blocks that no request uses, kept in the prefix cache."""
     blocks_total: int = 0
+    """All KV blocks, free ones included."""
     blocks_by_kind: tuple[tuple[str, int, int], ...] = ()
     """(BlockKind.name, blocks used, blocks cached) of each kind, if there are several."""
     prefix_queries: int = 0
