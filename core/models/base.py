@@ -53,7 +53,9 @@ class ModelSpec:
 
     num_layers: int
     num_heads: int
+    """Query heads, over all ranks."""
     num_kv_heads: int
+    """Key and value heads, over all ranks."""
     head_dim: int
     """Numbers per head, of queries, keys and values alike, unless `layer_caches` says otherwise."""
     hidden_size: int
@@ -63,7 +65,7 @@ class ModelSpec:
     extended_max_len: int = 0
     """Longest context that --max-len may ask for, where that exceeds `max_len`, as with dynamic rope scaling."""
     sliding_windows: tuple[int | None, ...]
-    """Per layer, tokens; None: full attention."""
+    """Per layer: the number of tokens that a token attends to, itself included; None: the whole context."""
     scale: float
     """Factor on q.k before the softmax."""
     softcap: float | None = None

@@ -20,6 +20,7 @@ class ForwardPass:
     attention: AttentionBackend[Any, Any]
     """None in a group of states."""
     plan: Any
+    """The backend's plan for the batch."""
     pool: KVPool
     """The pool of the cache group; in a group of states, a StatePool."""
     groups: tuple[ForwardPass, ...] = ()

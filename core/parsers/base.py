@@ -187,9 +187,10 @@ class Parser(ABC, Generic[OptionsT]):
     @classmethod
     @abstractmethod
     def recognizes(cls, templates: Templates) -> bool:
-        """Whether the model writes this format, by its templates: `auto` takes only such a parser."""
+        """Whether the model, by its templates, writes this format; `auto` takes only a parser that recognizes it."""
 
     def __init__(self, options: OptionsT, templates: Templates) -> None:
+        """Keep both. options: an instance of `options_class`, None without one."""
         self.options = options
         self.templates = templates
 

@@ -56,7 +56,7 @@ class JsonScanner:
 
     @property
     def done(self) -> bool:
-        """Whether the value is complete. One of digits is complete when something else follows it."""
+        """Whether the value is complete. A number is complete only when something else follows it."""
         return self._state is _State.DONE
 
     @property

@@ -49,7 +49,7 @@ class Source:
         return self.unread[at]
 
     def starts_with(self, mark: str, at: int = 0) -> Steps[bool]:
-        """Whether the text goes on with `mark`; waits only as long as it may."""
+        """Whether the text goes on with `mark`; waits for more text only while that is undecided."""
         while True:
             here = self.unread[at : at + len(mark)]
             if here == mark or not mark.startswith(here):

@@ -27,7 +27,7 @@ class Delta:
     logprobs: list[TokenLogprobs] = field(factory=list)
     """For each new token, if requested."""
     prompt_logprobs: Sequence[bytes] = ()
-    """Of completions, with the first text, if requested."""
+    """Slices of the prompt's encoded log probabilities; of completions only, with the first text, if requested."""
     finish_reason: str | None = None
     """With the last text: stop or length (engine.core.types)."""
     stop_string: str | None = None

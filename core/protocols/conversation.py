@@ -58,7 +58,7 @@ class Conversation:
     variables: Mapping[str, Any] = attrs.field(factory=dict)
     """Additional variables of the chat template."""
     effort: str | None = None
-    """How much to reason, in the template's words; none turns reasoning off."""
+    """How much to reason, in the template's words; "none" turns reasoning off. None: the template's default."""
     sampling: Mapping[str, Any] = attrs.field(factory=dict)
     """Sampling parameters by the names of SamplingParams, as the client gave them, unchecked; None: the model's
     default. `stop` may be a text, `logit_bias` is a mapping. max_tokens, logprobs and grammar have their own fields."""

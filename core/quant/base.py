@@ -244,7 +244,7 @@ class LinearKernel(ABC):
         return type(self).apply_gated is not LinearKernel.apply_gated
 
     def fused_input_quantization(self) -> FusedInputQuantization | None:
-        """Quantizes this kernel's input in the preceding kernel. None: the kernel takes tensors only."""
+        """What quantizes this kernel's input in the preceding kernel. None: this kernel takes tensors only."""
         return None
 
     def autotuned_calls(
