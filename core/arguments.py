@@ -81,7 +81,7 @@ def check_request(request: Any) -> None:
     """Raise InvalidRequestError for anything but a Request, which has checked its own values."""
     if not isinstance(request, Request):
         raise InvalidRequestError(
-            f"add takes a Request(...), not {shortened(request)}; for texts there are generate and stream", "request"
+            f"add takes a Request(...), not {shortened(request)}; give texts to generate or stream", "request"
         )
 
 

@@ -68,8 +68,8 @@ def find_folds(layer: nn.Module, merged: Sequence[Sequence[str]], head_dim: int)
         before = NORMS.get(first) or LINEARS.get(first)
         if before is None or before not in modules:
             raise CheckpointError(
-                f"awq does not know what computes the inputs of {', '.join(names)}: it wants the layers of a Llama;"
-                " use --method gptq"
+                f"awq does not know what computes the inputs of {', '.join(names)}: it knows only the names of Llama's"
+                " layers; use --method gptq"
             )
         source, inputs = modules[before], modules[names[0]].in_features
         shared = None

@@ -81,8 +81,8 @@ def inverse_factor(hessian: torch.Tensor, damp: float) -> torch.Tensor:
     lower, failed = torch.linalg.cholesky_ex(damped)
     if not bool(failed == 0):
         raise CheckpointError(
-            "the activations of the calibration text give no positive definite Hessian; is one of them infinite or no"
-            f" number? Otherwise use more text, or a larger --damp than {damp}"
+            "the activations of the calibration text give no positive definite Hessian; is one of them infinite or"
+            f" NaN? Otherwise use more text, or a larger --damp than {damp}"
         )
     upper: torch.Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
     return upper.float()

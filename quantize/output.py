@@ -47,7 +47,7 @@ class Output:
         ConfigError if the directory holds anything else, is finished, in use, or of another identity.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"{self.path} is a file; give a directory to be made")
+            raise ConfigError(f"{self.path} is a file; give a new or empty directory")
         if self.path.is_dir() and any(self.path.iterdir()) and not self._work.is_dir():
             what = "holds a finished checkpoint" if (self.path / REPORT).is_file() else "is not empty"
             raise ConfigError(f"{self.path} {what}, and nothing in it is replaced; give another directory")

@@ -179,7 +179,7 @@ def contract_error(cls: type[AttentionBackend[Any, Any]]) -> str | None:
     """Return what is wrong with the attributes that `cls` declares, and what would be right; None if nothing is."""
     layouts, graphs = get_args(KVLayout), get_args(GraphSupport)
     if cls.kv_layout not in layouts:
-        return f"kv_layout = {cls.kv_layout!r}, but the KV cache is laid out as {' or '.join(layouts)} only; read that"
+        return f"kv_layout = {cls.kv_layout!r}, but the KV cache is laid out as {' or '.join(layouts)} only; use that"
     if cls.graphs not in graphs:
         return f"graphs = {cls.graphs!r}; it must be one of {', '.join(graphs)}"
     sizes = cls.block_sizes

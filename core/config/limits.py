@@ -132,7 +132,7 @@ def check_together(config: EngineConfig, complain: Callable[[str, str], None]) -
                 "server.allowed_hosts", f"{host!r} is no name; write a.example.com, *.example.com or *, without a port"
             )
     if config.server.log_format == "json" and config.server.access_log == "line":
-        complain("server.access_log", "its lines would stand between the JSON of log_format; give json")
+        complain("server.access_log", "its lines would stand among the JSON lines of log_format; give json")
     endpoint = config.server.otlp_endpoint
     if endpoint and not re.fullmatch(r"https?://[^/?#\s@]+(/[^\s#]*)?", endpoint):
         complain("server.otlp_endpoint", f"{endpoint!r} is no address of a collector; write it as http://HOST:4318")

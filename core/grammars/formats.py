@@ -146,7 +146,7 @@ def with_ends(made: Format, follow: _Starts) -> Format:
         return Either(tuple(with_ends(one, follow) for one in made.elements))
     if isinstance(made, Repeat):
         if made.high not in (0, 1) and is_open(made.content):
-            raise refusal("free text at the end of what a structural tag repeats; put it into a tag with an end")
+            raise refusal("free text may not end what a structural tag repeats; put the text into a tag with an end")
         again = starts(made.content)[0] if made.high != 1 else frozenset()
         return evolve(made, content=with_ends(made.content, follow | again))
     if isinstance(made, Sequence):

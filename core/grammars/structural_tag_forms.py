@@ -79,7 +79,7 @@ def checked_source(given: Mapping[str, Any] | str) -> str:
         if tag.get("type") == "structural_tag":
             unknown = set(tag) - {"type", "format", "structures", "triggers"}
             if unknown or ("format" in tag) == bool({"structures", "triggers"} & set(tag)):
-                raise refusal("a structural tag has the field format, or the fields structures and triggers, alone")
+                raise refusal("a structural tag must have either the field format, or structures and triggers, only")
             tag = tag["format"] if "format" in tag else _of_structures(tag)
         check_format(tag)
         return json.dumps({"type": "structural_tag", "format": tag}, allow_nan=False, ensure_ascii=False)
@@ -188,7 +188,7 @@ def _of_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
         raise refusal("structures of a structural tag must be a list of objects with begin, schema and end")
     for one in structures:
         if set(one) != {"begin", "schema", "end"}:
-            raise refusal("each of the structures of a structural tag has begin, schema and end, alone")
+            raise refusal("each of the structures of a structural tag must have begin, schema and end, only")
     tags = [
         {
             "type": "tag",

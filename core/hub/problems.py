@@ -63,7 +63,7 @@ def explain(error: Exception, model: str, revision: str) -> str:
     if isinstance(error, errors.HFValidationError):
         return f"{model} is neither a directory here nor a possible name of a model on {hub}"
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, so that the hub is not asked"
+        return "HF_HUB_OFFLINE is set, so the hub is not asked"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename} cannot be written ({error.strerror}); name another folder with --download-dir"
     if isinstance(error, OSError) and error.errno in _NO_SPACE:

@@ -55,7 +55,7 @@ def find_peaks(config: RooflineConfig, device: DeviceInfo, dtype: str) -> Peaks 
     if any(given):
         missing = "roofline.flops (--peak-flops)" if bandwidth else "roofline.bandwidth (--peak-bandwidth)"
         raise ConfigError(
-            f"{missing} is not given, and {device.name or device.torch_name} with {dtype} is none of the devices whose"
-            " peaks are known; give both, as `engine bench latency` measures them"
+            f"{missing} is not given, and the peaks of {device.name or device.torch_name} with {dtype} are not known;"
+            " give both, as `engine bench latency` measures them"
         )
     return None

@@ -54,7 +54,7 @@ def closed_schema(schema: Any) -> Any:
     refs = [value for keyword, value, _ in found if keyword == "$ref"]
     for ref in refs:
         if ref != "#" and (ref not in names or re.search("[%~]", ref)):
-            raise _refusal("$ref", f"to {str(ref)[:100]!r}; it may be # and #/$defs/ with a plain name of the schema")
+            raise _refusal("$ref", f"to {str(ref)[:100]!r}; only # and #/$defs/NAME are allowed, with a plain name")
     if refs and any(keyword in ("$id", "id") and where is not schema for keyword, _, where in found):
         raise _refusal("$id", "inside of a schema with $ref")
     check_counts(schema)
@@ -112,7 +112,7 @@ def _check_alone(name: str, asserting: Mapping[str, Any]) -> None:
     if others:
         raise _refusal(min(others), f"next to {name}")
     if name in ("anyOf", "enum") and not (isinstance(asserting[name], list) and asserting[name]):
-        raise _refusal(name, "unless it is a list with something in it")
+        raise _refusal(name, "unless it is a list that is not empty")
 
 
 def _closed_object(schema: dict[str, Any]) -> dict[str, Any]:

@@ -223,5 +223,5 @@ def test_peaks_are_given_or_those_of_a_known_device_or_unknown() -> None:
     assert find_peaks(RooflineConfig(bandwidth=0.1, flops=2), cpu, "float32") == Peaks(
         bandwidth=1e11, flops=2e12, source="as given"
     )
-    with pytest.raises(ConfigError, match=r"roofline\.flops \(--peak-flops\) is not given, and Some CPU"):
+    with pytest.raises(ConfigError, match=r"roofline\.flops \(--peak-flops\) is not given, and the peaks of Some CPU"):
         find_peaks(RooflineConfig(bandwidth=0.1), cpu, "float32")
