@@ -79,6 +79,8 @@ class Engine:
     settings: any other setting, with "__" for the dot (cache__block_size=32), or by the name of its option or an
         alias of it (max_running=64, max_model_len=4096).
 
+    Afterwards `config` is the resolved configuration, `parts` the chosen plugins, `cache_info` the allocated KV cache,
+    and `max_len` the maximum context length in tokens.
     Raises ConfigError, PluginError, CheckpointError or CapacityError when the engine cannot be built.
     """
 
