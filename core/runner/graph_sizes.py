@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 ALL_RECORDED = 64
-"""Up to this batch size, each may have kernels of its own."""
+"""Up to this batch size, every size may have kernels of its own."""
 MAX_TOKENS = 1024
 """Larger steps keep the device busy for longer than the host takes to launch their kernels one by one."""
 

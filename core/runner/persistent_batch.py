@@ -1,4 +1,4 @@
-"""The persistent batch: what the runner keeps of each running sequence between steps, on the host and on the device."""
+"""The persistent batch: the runner's state of each running sequence between steps, on the host and on the device."""
 
 from __future__ import annotations
 

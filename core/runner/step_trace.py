@@ -35,7 +35,7 @@ class StopTrace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Arguments of `stop_trace`."""
 
     discard: bool = False
-    """Whether to write nothing, and to accept that nothing is recorded."""
+    """Whether to write nothing, and to raise no error if nothing is recorded."""
 
 
 class StepTrace:
@@ -58,7 +58,7 @@ class StepTrace:
         return self._spans is not None
 
     def start(self, arguments: StartTrace) -> None:
-        """Begin to record. Raises ControlError if it is recorded already, or if the directory is not there."""
+        """Begin to record. Raises ControlError if steps are recorded already, or if the directory does not exist."""
         if self._spans is not None:
             raise ControlError("the steps are recorded already; stop that first")
         self._directory = Path(arguments.directory)
