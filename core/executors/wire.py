@@ -46,7 +46,7 @@ def _pack(value: object) -> memoryview:
 
 
 def _unpack(kind: type, value: object) -> Any:
-    """The value of this type that `_pack` has packed. Raises what msgspec reports as a message of another type."""
+    """The value of this type that `_pack` has packed. Raises NotImplementedError for anything else."""
     if kind is Tokens and isinstance(value, bytes):
         return Tokens.unpack(value)
     raise NotImplementedError(f"{kind.__name__} is no plain data, and cannot be received")

@@ -15,7 +15,7 @@ _SLOW, _BEFORE = 0.02, 1
 _REFRESH = 8
 """Observations after which the table is computed again."""
 _FEW = 4
-"""Observations of a number of rows below which the factor of all stands for that of the number."""
+"""Observations of a number of rows below which the common factor is used in place of its own."""
 
 
 class StepCosts:
