@@ -177,7 +177,7 @@ class MultiprocExecutor(RemoteExecutor):
         return self._workers
 
     def _failure(self, closed: RingClosedError) -> Exception:
-        """Why a ring has ended."""
+        """The error to raise after a ring has ended."""
         failure = self._running().failure
         return ExecutorError(str(failure)) if failure is not None else closed
 

@@ -1,4 +1,4 @@
-"""All Ray actors of an executor, seen from its process: their calls return results, progress, errors and exits."""
+"""All Ray actors of an executor, seen from its process: calls return their results, progress, errors and exits."""
 
 from __future__ import annotations
 

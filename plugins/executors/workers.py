@@ -49,7 +49,7 @@ class Workers:
         self._call: tuple[str, float] | None = None
         """Name of the control call in progress, and since when (time.monotonic())."""
         self._answered: set[int] = set()
-        """Ranks that have answered it."""
+        """Ranks that have answered the control call."""
         self._answers: queue.SimpleQueue[tuple[int, Answer] | EngineError] = queue.SimpleQueue()
         self._makers = makers
         self._interrupt = interrupt
@@ -195,7 +195,7 @@ class Workers:
         self._errors.append(error)
 
     def _handle_exit(self, worker: WorkerProcess) -> None:
-        """Fail all if a worker exited without being asked to and without reporting an error."""
+        """Fail all workers if one exited without being asked to and without reporting an error."""
         if self._stop_by is None and not any(str(worker) in str(error) for error in self._errors):
             self._fail(ExecutorError(worker.exit_status))
 

@@ -72,7 +72,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope_interleaved": (None, False),
     "use_mrope": (None, False),
 }
-"""Keys that change what transformers, or the program that a checkpoint was made for, computes -> values that do not."""
+"""Keys that change what transformers, or a checkpoint's original program, computes -> values that change nothing."""
 
 WITHOUT_EFFECT = frozenset(
     {

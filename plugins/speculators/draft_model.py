@@ -24,7 +24,7 @@ TOKENIZER = "tokenizer.json"
 
 
 class DraftModel(DeviceSpeculator[None]):
-    """Any architecture of the installed model plugins. Computes the target's tokens, one row per token."""
+    """A draft model of any architecture of the installed model plugins. Computes the target's tokens, one row each."""
 
     api = "2"
 

@@ -55,7 +55,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 
 def _own_code(config: Mapping[str, Any]) -> str:
-    """What to say of a checkpoint that brings code of its own."""
+    """A hint for a checkpoint that brings its own code; empty for others."""
     if "auto_map" not in config:
         return ""
     return (
