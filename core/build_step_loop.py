@@ -83,7 +83,7 @@ class StepLoopBuilder:
         if times is None:
             _log.warning(
                 "the times of steps with %s drafts cannot be measured: the KV cache or a step has no room for them; "
-                "all drafts that are proposed are verified",
+                "all proposed drafts are verified",
                 max_drafts,
             )
         return times

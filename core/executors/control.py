@@ -53,11 +53,11 @@ _calls: MessageDecoder[Call] = MessageDecoder(Call)
 
 
 def encode_call(number: int, name: str, arguments: Mapping[str, Any]) -> bytes:
-    """Encode a call. Raises ControlError for arguments that are no plain data or are too large."""
+    """Encode a call. Raises ControlError for arguments that are not plain data or are too large."""
     try:
         data = encode(Call(number, name, dict(arguments)))
     except (TypeError, NotImplementedError, ValueError, OverflowError) as error:
-        raise ControlError(f"the arguments of {name} are no plain data: {error}") from error
+        raise ControlError(f"the arguments of {name} are not plain data: {error}") from error
     if len(data) > MAX_CALL_BYTES:
         raise ControlError(f"the arguments of {name} take {len(data)} bytes, and at most {MAX_CALL_BYTES} can be sent")
     return data

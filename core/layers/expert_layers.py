@@ -83,7 +83,7 @@ class ExpertLayers:
         by_expert = self.expert_parallel and self.ranks > 1
         self._rank_experts(num_experts)
         if not by_expert:
-            self.shard(intermediate_size, f"intermediate features of {name} (they can by --expert-parallel)")
+            self.shard(intermediate_size, f"intermediate features of {name} (with --expert-parallel they can)")
         is_stacked = self.stores(name)
         spec = ExpertsSpec(
             name=name,

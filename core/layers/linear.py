@@ -239,8 +239,8 @@ def _of_part(name: str, spec: TensorSpec, part: LinearPart) -> TensorSpec:
         start, size = part.stored_in.start * units, part.stored_in.size * units
         if units < 1 or start % part.out_features or size % part.out_features:
             raise CheckpointError(
-                f"{part.stored_name} holds {part.name} among its outputs, of which {name} packs several into a number"
-                " or a scale that others share; use a checkpoint of another format"
+                f"{part.stored_name} holds {part.name} among its outputs, but {name} packs outputs of several parts"
+                " into one number or scale; use a checkpoint of another format"
             )
     stored = f"{part.stored_name}{name.removeprefix(part.name)}"
     return evolve(

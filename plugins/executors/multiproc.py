@@ -185,5 +185,5 @@ class MultiprocExecutor(RemoteExecutor):
 def refuses_system() -> str | None:
     """Return why workers cannot be watched on this system; None if they can."""
     if sys.platform != "linux":
-        return "it watches its processes by pidfd, which Linux alone has; use --executor uniproc"
+        return "it watches its processes by pidfd, which only Linux has; use --executor uniproc"
     return None

@@ -134,7 +134,7 @@ class AttentionCalls:
             raise PluginError("the forward called attention more often than when it was traced")
         expected, call, place = self._calls[layer]
         if module is not expected:
-            raise PluginError(f"another module called attention than {call.module}, as when it was traced")
+            raise PluginError(f"a module other than {call.module}, which the trace met here, called attention")
         self._layer += 1
         return run, call, place
 

@@ -45,7 +45,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     if not named:
         return known[model_type]
     if not (isinstance(named, list) and len(named) == 1 and isinstance(named[0], str)):
-        raise RefusedError(f"has architectures {named!r}, where one name is due")
+        raise RefusedError(f"has architectures {named!r}, where one name is needed")
     if named[0] not in known.values():
         raise RefusedError(
             f"is no causal language model of {version()}, which has {known[model_type]} for model_type"
