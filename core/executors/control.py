@@ -17,7 +17,7 @@ from engine.core.executors.wire import MessageDecoder, encode
 MAX_CALL_BYTES = 120 * 2**10
 """Maximum size of a call's arguments and of one rank's answer, encoded; larger data goes in several calls."""
 CALL_BYTE = 0x93
-"""First byte of an encoded call, an array of three; that of a step is a map's."""
+"""First byte of an encoded call, a msgpack array of three; an encoded step begins with a map's byte."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):

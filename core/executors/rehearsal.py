@@ -74,7 +74,7 @@ def _full_lengths(cache: CacheInfo, max_tokens: int, max_len: int, max_prompts: 
 
 
 class _CheckedCalls:
-    """The calls of an executor's methods, whose answers must be what the contract says."""
+    """Calls an executor's methods and checks their answers against the contract."""
 
     def __init__(self, executor: Executor, owner: str) -> None:
         self._executor = executor

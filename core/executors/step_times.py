@@ -101,7 +101,7 @@ def measure_step_times(
 
 
 def _costs(measured: Sequence[tuple[int, float]]) -> StepCosts:
-    """The costs of steps; with a single number of rows, those of one more are the same."""
+    """The costs of steps; if only one number of rows was measured, one row more costs the same."""
     more = [(rows + 1, seconds) for rows, seconds in measured] if len(dict(measured)) < 2 else []
     return StepCosts([*measured, *more])
 

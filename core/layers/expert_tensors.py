@@ -15,7 +15,7 @@ TensorsOf = Callable[[LinearSpec], Mapping[str, TensorSpec]]
 
 
 class ExpertTensors:
-    """The tensors of all experts, given those of a linear layer.
+    """The tensors of all experts, given the tensors of a linear layer.
 
     In the stacked layout tensor NAME.3.down_proj.END is a part of NAME.down_proj_END; of an END that begins with
     weight, that word is left out, as in NAME.down_proj and NAME.down_proj_scale_inv.

@@ -44,7 +44,7 @@ class HiddenStates:
             self._states[: len(hidden), begin : begin + self._hidden_size].copy_(hidden)
 
     def rows(self, count: int) -> torch.Tensor:
-        """The states of the first `count` tokens, those of the layers side by side: [count, layers * hidden_size];
+        """The states of the first `count` tokens, the layers' states side by side: [count, layers * hidden_size];
         the next forward pass overwrites them."""
         return self._states[:count]
 

@@ -229,7 +229,7 @@ class Drafter:
         return self._speculator.observe(self._pass(rows.batch), TargetRows(hidden=hidden, next_tokens=next_tokens))
 
     def _next_tokens(self, step: Step, rows: ComputedRows) -> torch.Tensor:
-        """The token after that of each row: of a chunk the next one that is known, else the one sampled."""
+        """The token after each row's token: the next known one within a prompt, else the sampled one."""
         tokens = rows.batch.tokens.roll(-1)
         known = [
             self._persistent_batch.known(chunk.sequence, end, end + 1)
@@ -244,7 +244,7 @@ class Drafter:
         return tokens.index_copy_(0, rows.logit_rows, rows.sampled)
 
     def _pass(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> ForwardPass:
-        """Plan a batch in every group of the speculator. graph: as of AttentionBackend.plan."""
+        """Plan a batch in every group of the speculator. graph: as in AttentionBackend.plan."""
         passes = []
         for group in self.groups:
             attention = group.attention

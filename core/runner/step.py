@@ -93,7 +93,7 @@ class StepLauncher:
     def __init__(
         self, device: DeviceInfo, state: DeviceState, graphs: StepGraphs, first_uses: FirstUses | None = None
     ) -> None:
-        """first_uses: counts what the launched steps compile and capture; None: nothing does."""
+        """first_uses: counts what the launched steps compile and capture; None: not counted."""
         self.state = state
         self.graphs = graphs
         self._first_uses = first_uses

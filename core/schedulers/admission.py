@@ -50,7 +50,7 @@ class _Search:
         self.next_block: int | None = None
         self.candidates: list[StateView] = []  # further requests that may be preempted
         self.running: tuple[StateView, ...] | None = None  # those running when `candidates` was made; None: outdated
-        self.num_new = 0  # of these, admitted in the same step
+        self.num_new = 0  # how many of `running` were admitted in the same step
 
 
 class Admission:

@@ -334,7 +334,7 @@ class BlockManager:
         return freed
 
     def free(self, sequence: int) -> None:
-        """Free a sequence's blocks; those indexed and computed that no other sequence uses stay cached."""
+        """Free a sequence's blocks; indexed and computed blocks that no other sequence uses stay cached."""
         # Last block first, so that a prefix is evicted from its end: `lookup` finds no block without its predecessor.
         for block in reversed(self._tables.pop(sequence).blocks):
             self._dereference(block)

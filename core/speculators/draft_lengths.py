@@ -15,11 +15,11 @@ from engine.core.speculators.step_costs import StepCosts
 _MEMORY = 0.95
 """Weight of a trial relative to the next one in the acceptance of a request: about the last 20 trials count."""
 _COMMON_MEMORY = 0.98
-"""The same in the acceptance of all requests together, with which a new request begins."""
+"""The same in the common acceptance, of all requests together, with which a new request begins."""
 _PRIOR_TRIALS = 8.0
-"""Number of trials that the acceptance of all requests stands for in that of one request."""
+"""Number of trials as which the common acceptance counts in the acceptance of one request."""
 _FIRST_ACCEPTANCE, _FIRST_TRIALS = 0.5, 8.0
-"""The acceptance before the first trial of all; and the number of trials that it stands for."""
+"""The common acceptance before the first trial, and the number of trials as which it counts."""
 _MAX_ACCEPTANCE = 0.99
 _MIN_GAIN = 1.02
 """Minimum tokens per time with drafts, relative to those without, that count as a gain: estimates are not exact."""

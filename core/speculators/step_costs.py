@@ -59,7 +59,7 @@ class StepCosts:
         return self._table
 
     def observe(self, rows: int, time: float) -> None:
-        """Correct the times by that of a step."""
+        """Correct the times by an observed step."""
         self.table(rows)
         size = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
         ratio = self._medians[size].add(time / float(self._base[rows]))

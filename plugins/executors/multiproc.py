@@ -167,7 +167,7 @@ class MultiprocExecutor(RemoteExecutor):
         pending.complete(result)
 
     def _interrupt(self, reason: str) -> None:
-        """End both rings, which wakes all who wait on them. Called in the thread that watches the workers."""
+        """End both rings, which wakes all waiting threads. Called in the thread that watches the workers."""
         self._steps.interrupt(reason)
         self._results.interrupt(reason)
 

@@ -22,7 +22,7 @@ STOP_SECONDS = 3.0
 STACK_SECONDS = 1.0
 """Time for hung workers to write their stack dumps."""
 ROOT_CAUSE_SECONDS = 0.25
-"""With several workers, time between a worker's error and the verdict: another worker's exit may have caused it."""
+"""With several workers, delay before a worker's error is raised: another worker's exit may have caused it."""
 CHECK_SECONDS = 1.0
 """Maximum time between two checks for a hung step."""
 
@@ -189,7 +189,7 @@ class Workers:
                     self._answers.put((worker.rank, message))
 
     def _record_error(self, error: EngineError) -> None:
-        """Note a worker's error; the verdict comes later, because the exit of another worker may be its cause."""
+        """Note a worker's error; it is raised later, because the exit of another worker may be its cause."""
         if not self._errors:
             self._verdict_at = time.monotonic() + (ROOT_CAUSE_SECONDS if len(self.workers) > 1 else 0.0)
         self._errors.append(error)

@@ -214,7 +214,7 @@ class ConfigKeys:
         return None
 
     def _refuses_rope_table(self, config: Mapping[str, Any]) -> str | None:
-        """Refuses what is null or partial in the rope parameters."""
+        """Refuses a null rope_type or rope_theta, and a partial_rotary_factor that is not computed."""
         table = config.get("rope_scaling") or config.get("rope_parameters") or {}
         accepted = self.neutral.get("partial_rotary_factor")
         if accepted is not None and table.get("partial_rotary_factor") not in accepted:

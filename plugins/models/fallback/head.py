@@ -1,4 +1,4 @@
-"""The output layer with what the library's model computes around it, as soft caps and multipliers of logits."""
+"""The output layer with what the library's model computes around it, such as soft caps and multipliers of logits."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def check_locality(
 
 
 def _batch(tokens: torch.Tensor, positions: torch.Tensor, slot: int) -> ForwardBatch:
-    """A batch with what a model may use of it; all tokens are written to one slot that is never read."""
+    """A batch with the fields that a model may use; all tokens are written to one slot that is never read."""
     nothing: Any = torch.zeros(0, dtype=torch.int32, device=tokens.device)
     no_host = np.zeros(0, np.int32)
     return ForwardBatch(
