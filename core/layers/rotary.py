@@ -230,7 +230,7 @@ class RotaryEmbedding(ABC):
 
     @abstractmethod
     def angles(self, positions: torch.Tensor) -> Angles:
-        """positions: [tokens] int64."""
+        """positions: [tokens] int64 -> the angles, in the form that attention layers of the same factory take."""
 
 
 class Rotary(RotaryEmbedding):

@@ -114,7 +114,7 @@ class SchedulingPolicy(ABC, Generic[OptionsT]):
     def decode_steps(self, running: Sequence[RequestView], waiting: Sequence[RequestView]) -> int:
         """Number of iterations of the next step, when every running sequence decodes.
 
-        Core plans fewer where outputs end or blocks run out. Stops, aborts and arrivals take effect only after the last
-        iteration.
+        Core plans at most 128 (MAX_DECODE_STEPS), and fewer where outputs end or blocks run out. Stops, aborts and
+        arrivals take effect only after the last iteration.
         """
         return 1
