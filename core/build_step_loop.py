@@ -46,7 +46,7 @@ class StepLoopBuilder:
     def make_speculator(self) -> CheckedSpeculator | DeviceProposals | None:
         """Make the speculator and call each of its methods once. None: there is none.
 
-        For a speculator on the device, make what keeps its proposals in this process.
+        For a speculator on the device, make the DeviceProposals that keep its proposals in this process.
         """
         parts = self.deployment.parts
         spec = speculator_spec(self.config, self.model_spec)
@@ -64,7 +64,7 @@ class StepLoopBuilder:
     ) -> StepTimes | None:
         """Measure the durations of steps, by which the number of drafts per step is chosen.
 
-        None: nothing is to be chosen, or the durations cannot be measured; steps then verify all drafts.
+        None: the number is fixed, or the durations cannot be measured; steps then verify all drafts.
         """
         if speculator is None or self.config.speculator.length == "fixed":
             return None
@@ -83,7 +83,7 @@ class StepLoopBuilder:
         if times is None:
             _log.warning(
                 "the times of steps with %s drafts cannot be measured: the KV cache or a step has no room for them; "
-                "all drafts that are proposed are verified",
+                "all proposed drafts are verified",
                 max_drafts,
             )
         return times
@@ -147,7 +147,7 @@ class StepLoopBuilder:
         return int(self.executor.asynchronous if overlap == "auto" else overlap == "on")
 
     def _make_meter(self, cache: CacheInfo) -> StepMeter | None:
-        """Make what counts the FLOPs and bytes of steps. None: that is off, or the costs are unknown."""
+        """Make the meter of FLOPs and bytes of steps. None: it is off, or the costs are unknown."""
         config = self.config.roofline
         peaks = find_peaks(config, self.deployment.device, cache.dtype)
         if not config.metrics or cache.cost is None:

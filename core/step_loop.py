@@ -28,11 +28,11 @@ STEP_PHASES = ("schedule", "submit", "wait", "commit")
 
 
 class StepLoop:
-    """Joins one scheduler and one executor.
+    """Runs the steps of one scheduler on one executor.
 
     steps_ahead: steps in flight while the next is planned: 1 to overlap planning with the device's work, else 0.
-    owner: name of the executor in errors. grammars: compiles the grammars of requests. meter: counts what steps
-    compute; None: nothing counts. draft_lengths: corrected by the times of steps; None: there are none.
+    owner: name of the executor in errors. grammars: compiles the grammars of requests. meter: counts the FLOPs
+    and bytes of steps; None: not counted. draft_lengths: corrected by measured times; None: there are none.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class StepLoop:
         self._graph_uses = GraphUses()
         self._worker_pauses: tuple[tuple[str, tuple[HistogramCounts, ...]], ...] = ()
         self.timers = defaultdict(PhaseTimer, {phase: PhaseTimer() for phase in STEP_PHASES})
-        """By phase: those of STEP_PHASES and of the runner."""
+        """By phase: the phases of STEP_PHASES and those of the runner."""
         self.recorder: Recorder | None = None
         """Records each submitted step; None: no trace is recorded."""
         self.failure = ""
@@ -73,7 +73,7 @@ class StepLoop:
         return bool(self._in_flight or self._outputs)
 
     def step(self) -> list[Output]:
-        """Plan and submit a step, then commit the oldest step in flight unless it may stay there.
+        """Plan and submit a step, then commit the oldest step in flight unless it may stay in flight.
 
         While requests have drafts (`Scheduler.needs_result`), the step in flight is committed before the next is
         planned. Returns the new tokens of each request. Raises ExecutorError when a step failed; `failure` is then set.

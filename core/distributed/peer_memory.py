@@ -3,8 +3,8 @@
 NCCL takes 10 to 20 microseconds for even the smallest all-reduce, and a decode step has two per layer. Where all GPUs
 can map each other's memory, a norm's kernel reduces its input (ops/norm/all_reduce_rms_norm.py), and torch's kernels on
 symmetric memory do the other small all-reduces. One shot: each rank sums the tensors of all ranks. Two shots: each rank
-sums one shard, then all ranks get the sums of the other shards. With more than two ranks these are fewer bytes, but two
-trips over NVLink, so only large tensors take two shots.
+sums one shard, then all ranks get the sums of the other shards. With more than two ranks that moves fewer bytes, but in
+two trips over NVLink, so only large tensors take two shots.
 """
 
 from __future__ import annotations

@@ -61,7 +61,10 @@ class RankGroup(ABC):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Have operations inside return this rank's tensors, without waiting for the other ranks, which call none."""
+        """Have operations in the `with` block use this rank's tensors alone: the other ranks call none.
+
+        The result of `all_gather` may be arbitrary.
+        """
         yield
 
     @abstractmethod

@@ -47,7 +47,7 @@ class MeetingPoint:
             self._listening = socket.create_server((host, 0), family=family)
         except OSError as error:
             raise ExecutorError(
-                f"the ranks cannot meet at {host}, which is no address of this host: {error}"
+                f"the ranks cannot meet at {host}, which is not an address of this host: {error}"
             ) from error
         self._host, self._port = self._listening.getsockname()[:2]
         self._store: Any = None

@@ -1,4 +1,4 @@
-"""Chooses the plugins of an engine and starts its executor; auto chooses again without a plugin that cannot be made."""
+"""Chooses an engine's plugins and starts its executor; auto chooses again if a plugin cannot be constructed."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class PluginChoice:
 
         Returns what the executor runs, the executor, and its cache.
 
-        Raises what `resolve` and `Executor.start` raise. Where a constructor raises and no other plugin serves, that is
-        what is raised.
+        Raises what `resolve` and `Executor.start` raise. If a plugin's constructor raises and no other plugin serves,
+        raises that error.
         """
         passed_over: dict[tuple[str, str], str] = {}
         fault: PluginFaultError | None = None

@@ -17,7 +17,7 @@ from engine.core.executors.wire import MessageDecoder, encode
 MAX_CALL_BYTES = 120 * 2**10
 """Maximum size of a call's arguments and of one rank's answer, encoded; larger data goes in several calls."""
 CALL_BYTE = 0x93
-"""First byte of an encoded call, an array of three; that of a step is a map's."""
+"""First byte of an encoded call, a msgpack array of three; an encoded step begins with a map's byte."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -53,11 +53,11 @@ _calls: MessageDecoder[Call] = MessageDecoder(Call)
 
 
 def encode_call(number: int, name: str, arguments: Mapping[str, Any]) -> bytes:
-    """Encode a call. Raises ControlError for arguments that are no plain data or are too large."""
+    """Encode a call. Raises ControlError for arguments that are not plain data or are too large."""
     try:
         data = encode(Call(number, name, dict(arguments)))
     except (TypeError, NotImplementedError, ValueError, OverflowError) as error:
-        raise ControlError(f"the arguments of {name} are no plain data: {error}") from error
+        raise ControlError(f"the arguments of {name} are not plain data: {error}") from error
     if len(data) > MAX_CALL_BYTES:
         raise ControlError(f"the arguments of {name} take {len(data)} bytes, and at most {MAX_CALL_BYTES} can be sent")
     return data

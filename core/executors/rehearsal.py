@@ -33,7 +33,7 @@ def rehearse(
     owner: how errors name the executor's plugin. max_tokens: of a step. full: also run a step of as many tokens as a
     step may have. A GPU's allocator then holds the memory that the first burst of requests needs; to allocate it takes
     tens of milliseconds. propose: Step.propose of the steps that sample.
-    Raises ExecutorError or PluginFaultError for what the first request would have met.
+    Raises CheckpointError, ExecutorError or PluginFaultError for an error that the first request would have met.
     """
     fits = longest_context(cache.kinds, cache.num_blocks, cache.block_size, max_tokens)
     length = min(cache.block_size + 1, max_len - 1, max_tokens, fits - 1)
@@ -53,7 +53,7 @@ def rehearse(
     finished = [SEQUENCE]
     lengths = _full_lengths(cache, max_tokens, max_len, max_running - 1) if full else []
     if lengths:
-        # Its blocks are those that the rehearsal's sequence has too.
+        # These prompts reuse the blocks of the rehearsal's sequence.
         step = prompt_step(lengths, cache.kinds, cache.block_size, first=SEQUENCE + 1)
         calls.run(step)
         finished += [one.sequence for one in step.new]
@@ -74,7 +74,7 @@ def _full_lengths(cache: CacheInfo, max_tokens: int, max_len: int, max_prompts: 
 
 
 class _CheckedCalls:
-    """The calls of an executor's methods, whose answers must be what the contract says."""
+    """Calls an executor's methods and checks their answers against the contract."""
 
     def __init__(self, executor: Executor, owner: str) -> None:
         self._executor = executor

@@ -23,7 +23,7 @@ _REPETITIONS = 3
 _MAX_SECONDS = 2.0
 """No further number of rows is measured after this time."""
 _DECODES = 2 * _REPETITIONS
-"""Positions after the drafts' that decodes may take."""
+"""Positions behind the drafts that are kept for decodes."""
 
 
 @frozen
@@ -35,7 +35,7 @@ class StepTimes:
     drafts: StepCosts
     """Of steps with drafts: a row per last token and per draft."""
     sequences: tuple[int, ...]
-    """Sequences that the executor ran for this, and that the first step of requests must name in `Step.finished`."""
+    """Sequences that the measurement has left running: the first step of requests must name them in `Step.finished`."""
 
 
 def measure_step_times(
@@ -77,7 +77,7 @@ def measure_step_times(
     drafts: list[tuple[int, float]] = []
     end = clock() + _MAX_SECONDS
     running = 0
-    # The fewest rows first, all that a slow device may have time for.
+    # Fewest rows first: a slow device may have time for no more.
     for count, width in _sizes(most, max_drafts):
         if plain and clock() > end:
             break
@@ -101,7 +101,7 @@ def measure_step_times(
 
 
 def _costs(measured: Sequence[tuple[int, float]]) -> StepCosts:
-    """The costs of steps; with a single number of rows, those of one more are the same."""
+    """The costs of steps; if only one number of rows was measured, one row more costs the same."""
     more = [(rows + 1, seconds) for rows, seconds in measured] if len(dict(measured)) < 2 else []
     return StepCosts([*measured, *more])
 

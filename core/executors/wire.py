@@ -42,11 +42,11 @@ def _pack(value: object) -> memoryview:
     """Bytes for a value of a type that msgpack does not have. Raises NotImplementedError for all but Tokens."""
     if isinstance(value, Tokens):
         return value.pack()
-    raise NotImplementedError(f"{type(value).__name__} is no plain data, and cannot be sent")
+    raise NotImplementedError(f"{type(value).__name__} is not plain data and cannot be sent")
 
 
 def _unpack(kind: type, value: object) -> Any:
-    """The value of this type that `_pack` has packed. Raises what msgspec reports as a message of another type."""
+    """The value of this type that `_pack` has packed. Raises NotImplementedError for anything else."""
     if kind is Tokens and isinstance(value, bytes):
         return Tokens.unpack(value)
-    raise NotImplementedError(f"{kind.__name__} is no plain data, and cannot be received")
+    raise NotImplementedError(f"{kind.__name__} is not plain data and cannot be received")

@@ -1,4 +1,4 @@
-"""Activations of gated layers: of the gate, which the up projection multiplies. By PyTorch operations."""
+"""Activation functions, by PyTorch operations: of the gate, times the up projection, or of a layer without gate."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

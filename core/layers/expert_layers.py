@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class ExpertLayers:
-    """Makes routers and experts. LayerFactory adds what they are made with."""
+    """Makes routers and experts. A mixin of LayerFactory, which sets the attributes below."""
 
     dtype: str
     """Of activations: float32, bfloat16 or float16."""
@@ -33,7 +33,7 @@ class ExpertLayers:
     ranks: int
     """Number of ranks that share the model."""
     expert_parallel: bool
-    """Whether each rank has some experts of a layer whole, instead of a shard of each."""
+    """Whether each rank has some whole experts of a layer, instead of a shard of each."""
     _group: RankGroup
     _quant: QuantMethod[Any] | None
     _quant_owner: str
@@ -77,13 +77,13 @@ class ExpertLayers:
     ) -> Experts:
         """The experts of a layer, shared by ranks: by intermediate size, or by experts with expert parallelism.
 
-        name: of the module in the checkpoint. stacked: the layout of random weights; a checkpoint's is as stored. The
+        name: of the module in the checkpoint. stacked: the layout of random weights; a checkpoint has its own. The
         other arguments are those of ExpertsSpec.
         """
         by_expert = self.expert_parallel and self.ranks > 1
         self._rank_experts(num_experts)
         if not by_expert:
-            self.shard(intermediate_size, f"intermediate features of {name} (they can by --expert-parallel)")
+            self.shard(intermediate_size, f"intermediate features of {name} (with --expert-parallel they can)")
         is_stacked = self.stores(name)
         spec = ExpertsSpec(
             name=name,

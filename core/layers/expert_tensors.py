@@ -15,15 +15,15 @@ TensorsOf = Callable[[LinearSpec], Mapping[str, TensorSpec]]
 
 
 class ExpertTensors:
-    """The tensors of all experts, given those of a linear layer.
+    """The tensors of all experts, given the tensors of a linear layer.
 
     In the stacked layout tensor NAME.3.down_proj.END is a part of NAME.down_proj_END; of an END that begins with
     weight, that word is left out, as in NAME.down_proj and NAME.down_proj_scale_inv.
     """
 
     def __init__(self, spec: ExpertsSpec, tensors_of: TensorsOf) -> None:
-        """tensors_of: called with `ExpertsSpec.linears` of each expert. Stacked tensors must have a dimension of
-        outputs, the first, in each expert's part."""
+        """tensors_of: called with `ExpertsSpec.linears` of each expert. In stacked tensors, the first dimension of each
+        expert's part must be the outputs."""
         self._spec = spec
         self._tensors_of = tensors_of
 
@@ -70,7 +70,7 @@ class ExpertTensors:
         return found
 
     def _stack(self, one: TensorSpec, is_gate_up: bool) -> TensorSpec:
-        """The spec of the tensor that holds such a tensor of every expert."""
+        """The spec of the stacked tensor that holds `one` for every expert."""
         spec = self._spec
         shape, dim, parts = list(one.shape), one.shard_dim, 1
         if is_gate_up:

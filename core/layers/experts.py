@@ -106,7 +106,7 @@ class PlainExperts(ExpertsKernel):
 
 
 class Experts(Layer):
-    """The experts of one layer, by any kernel. Biases are read here."""
+    """The experts of one layer, by any kernel. This layer reads the biases."""
 
     def __init__(
         self, spec: ExpertsSpec, kernel: ExpertsKernel, group: RankGroup, *, owner: str = "the quantization method"

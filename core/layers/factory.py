@@ -92,7 +92,7 @@ class SingleLayerFactory(ExpertLayers):
         self.former_prefixes: dict[str, str] = {}
         """Prefix of names -> their prefix in an older checkpoint."""
         self.tied: dict[str, str] = {}
-        """Tensor that is not read -> tensor that is used in its place and must equal it."""
+        """Tensor that is not read -> the tensor used in its place, which must equal it."""
         if quant is not None:
             with blame(self._quant_owner, "ignored()"):
                 ignored = quant.ignored()
@@ -143,7 +143,7 @@ class SingleLayerFactory(ExpertLayers):
         return None if self._modules is None else module in self._modules
 
     def stores_tensor(self, name: str) -> bool | None:
-        """Whether the checkpoint has a tensor. None: with random weights it is open."""
+        """Whether the checkpoint has a tensor. None: unknown, since weights are random."""
         return None if self._stored is None else name in self._stored
 
     def accept_prefix(self, prefix: str, former: str) -> None:
@@ -190,8 +190,8 @@ class SingleLayerFactory(ExpertLayers):
     ) -> Linear:
         """The projections to queries, keys and values as one layer, column-parallel by heads.
 
-        names: of the three projections in the checkpoint. stored: name of the one layer that has all three there, one
-        after the other; empty: there are three. Numbers of heads are over all ranks.
+        names: of the three projections in the checkpoint. stored: name of the checkpoint's layer that holds all
+        three, one after the other; empty: they are three layers. Numbers of heads are over all ranks.
         """
         self.shard(num_heads, "query heads")
         self.shard_kv_heads(num_kv_heads)
@@ -221,8 +221,8 @@ class SingleLayerFactory(ExpertLayers):
         parallel: column (a rank has some outputs of each part), row (some inputs; the results are summed over
             the ranks) or none.
         gated: the parts are gate and up projections of one size; call the layer by `gated` or `gated_quantized_for`.
-        activation: of the gate of a gated layer. stored: name of the one layer that has all parts in the checkpoint,
-            one after the other; empty: each part is there under its name.
+        activation: of the gate of a gated layer. stored: name of the checkpoint's layer that holds all parts,
+            one after the other; empty: each part is a layer of its own name.
         Sizes are over all ranks.
         """
         if parallel == "column":
@@ -247,7 +247,7 @@ class SingleLayerFactory(ExpertLayers):
     ) -> PartialLinear:
         """A row-parallel linear layer that leaves the reduction to the next norm. Sizes are over all ranks.
 
-        input_activation: of the gated layer whose result is the input, if that is one.
+        input_activation: of the gated layer that computes the input, if one does.
         """
         self.shard(in_features, f"inputs of {name}")
         part = LinearPart(name=name, out_features=out_features)
@@ -357,8 +357,8 @@ class SingleLayerFactory(ExpertLayers):
     ) -> OutputLayer:
         """The output layer. With `tied` it multiplies by that embedding, and a copy in the checkpoint must equal it.
 
-        Without, the quantization method may have a kernel for its weight. scale: factor on the logits. softcap: logits
-        then become softcap * tanh(logit / softcap); None: unchanged.
+        Without `tied`, the quantization method may have a kernel for the weight. scale: factor on the logits. softcap:
+        logits then become softcap * tanh(logit / softcap); None: unchanged.
         """
         head: OutputLayer | None = None
         shards: VocabShards | None = None

@@ -39,7 +39,7 @@ same memory."""
 
 
 class FusedExperts(AutotunedOp[ExpertsTile]):
-    """The experts of all layers of one shape and format, by Triton kernels.
+    """The experts of a layer, by Triton kernels. Layers of one shape and format share their tuning (`key`).
 
     Operands' weights: gate_up, down, gate_up_scales, down_scales, gate_up_factors, down_factors, as
     ops/experts/weights.py describes them; those that the format lacks are left out.
@@ -79,8 +79,8 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
     def quantizes(self, tokens: int) -> bool:
         """Whether the activations of this many tokens are quantized. The number alone decides, not the tuning.
 
-        Those of one token are not: its kernels use no matrix units. Elsewhere converting weights of 8 bits to 16 takes
-        longer than reading them.
+        Those of one token are not: its kernels use no matrix units. For more tokens, converting 8-bit weights to 16
+        bits would take longer than reading them.
         """
         return self._quantized is not None and not experts_mlp.is_of_one_token(tokens, self.shape.format)
 
@@ -100,7 +100,7 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
         )
 
     def _read(self, weights: Mapping[str, torch.Tensor], bias: ExpertsBias | None) -> ExpertsWeights:
-        """Kept from call to call, as a layer passes the same objects each time."""
+        """The weights as kernels take them, kept from call to call: a layer passes the same objects each time."""
         if self._last is None or self._last[0] is not weights or self._last[1] is not bias:
             made = ExpertsWeights(
                 gate_up=self._stacked(weights, "gate_up"),

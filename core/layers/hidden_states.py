@@ -25,7 +25,7 @@ class HiddenStates:
         """layers: numbers of decoder layers, which may repeat; the number of layers stands for the final norm, whose
         input is the output of the last layer. max_rows: tokens of the largest forward pass."""
         self._places: dict[int, list[int]] = {}
-        """By layer, its columns begin at these multiples of the hidden size."""
+        """Layer -> the multiples of the hidden size at which its columns begin."""
         for place, layer in enumerate(layers):
             self._places.setdefault(layer, []).append(place)
         self._states = torch.zeros(max_rows, len(layers) * hidden_size, dtype=dtype, device=device)
@@ -44,13 +44,13 @@ class HiddenStates:
             self._states[: len(hidden), begin : begin + self._hidden_size].copy_(hidden)
 
     def rows(self, count: int) -> torch.Tensor:
-        """The states of the first `count` tokens, those of the layers side by side: [count, layers * hidden_size];
+        """The states of the first `count` tokens, the layers' states side by side: [count, layers * hidden_size];
         the next forward pass overwrites them."""
         return self._states[:count]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that they take."""
+        """Bytes of the kept hidden states."""
         return self._states.nbytes
 
 

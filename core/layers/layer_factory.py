@@ -203,7 +203,7 @@ class LayerFactory(SingleLayerFactory):
         )
 
     def latent_keys(self, norm: str, latent: int, rotated: int, eps: float) -> LatentKeys:
-        """What completes queries and keys of a layer of a model's own with latent attention (MLA), and caches the keys.
+        """Completes queries and keys for a model's own layer with latent attention (MLA), and caches the keys.
 
         norm: name of the norm of the latent. latent, rotated: sizes of the two parts of a key.
         """

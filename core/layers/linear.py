@@ -136,7 +136,7 @@ class Linear(Layer):
         return self._apply_gated(x, self.weights, self.bias)
 
     def gated_quantized_for(self, linear: Linear, x: TensorOrQuantized) -> TensorOrQuantized:
-        """`gated` for `linear` alone: quantized where both kernels allow to fuse that."""
+        """`gated`, as input for `linear` alone: quantized where both kernels can fuse the quantization."""
         if not isinstance(x, QuantizedActivation) and self._apply_gated and self.kernel.fuses_gating(x.shape[0]):
             return self.gated(x)
         y = self(x)
@@ -147,12 +147,12 @@ class Linear(Layer):
     """The former name of `gated_quantized_for`, kept for older plugins."""
 
     def fused_input_quantization(self, x: torch.Tensor) -> FusedInputQuantization | None:
-        """The kernel's, if it supports the rows of x: [rows, any number]."""
+        """The kernel's FusedInputQuantization if it supports the rows of x, else None. x: [rows, any number]."""
         fused = self._fused_input_quantization
         return fused if fused is not None and x.dim() == 2 and fused.supports_rows(x.shape[0]) else None
 
     def fuses_activation(self, activation: Activation) -> bool:
-        """Whether the kernel can quantize the result of a gated layer with this activation as it computes it."""
+        """Whether the kernel can fuse its input quantization into a gated layer with this activation."""
         return self._fuses_activation and activation == self.spec.input_activation
 
     def _refuse(
@@ -239,8 +239,8 @@ def _of_part(name: str, spec: TensorSpec, part: LinearPart) -> TensorSpec:
         start, size = part.stored_in.start * units, part.stored_in.size * units
         if units < 1 or start % part.out_features or size % part.out_features:
             raise CheckpointError(
-                f"{part.stored_name} holds {part.name} among its outputs, of which {name} packs several into a number"
-                " or a scale that others share; use a checkpoint of another format"
+                f"{part.stored_name} holds {part.name} among its outputs, but {name} packs outputs of several parts"
+                " into one number or scale; use a checkpoint of another format"
             )
     stored = f"{part.stored_name}{name.removeprefix(part.name)}"
     return evolve(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.core.layers.linear import Linear
 
 MAX_VOCAB_SIZE = 2**24
-"""Of vocab-parallel ranks, which exchange tokens as float32: float32 holds every integer up to here."""
+"""For vocab-parallel ranks, which exchange tokens as float32: float32 holds every integer up to here."""
 
 
 Argmax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -60,7 +60,7 @@ class AdjustedHead(OutputLayer):
         self._softcap = softcap
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As OutputLayer; this rank's tokens if the head is this rank's."""
+        """As OutputLayer; of this rank's tokens if the head is this rank's."""
         logits = self._head(hidden)
         if self._scale != 1.0:
             logits = logits * self._scale
@@ -69,7 +69,7 @@ class AdjustedHead(OutputLayer):
         return logits
 
     def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # Of the adjusted logits: two that differ may be rounded to one.
+        # Of the adjusted logits: the adjustment may round two different logits to one number.
         return self._argmax(self(hidden))
 
 

@@ -13,15 +13,15 @@ import torch.nn.functional as F
 _ROWS = 16
 """Rows of x that weights are packed for; other numbers of rows cost little more."""
 _EXACT_ROWS = 32
-"""Up to this number of rows, those of small batches that decode, none are added."""
+"""Up to this number of rows, as in small decode batches, no rows are added."""
 _SIZES_PER_OCTAVE = 16
-"""Above, the numbers of rows between a power of two and the next that oneDNN multiplies."""
+"""Above _EXACT_ROWS, how many numbers of rows oneDNN multiplies between a power of two and the next."""
 _KERNEL_BYTES = 600_000
 """Bytes that oneDNN keeps per shape of a product, measured with oneDNN 3.12: 570 KiB, and less for few columns."""
 
 
 def padded_rows(rows: int) -> int:
-    """The number of rows that oneDNN multiplies for that many: one of few, and at most a sixteenth more.
+    """The number of rows that `rows` is padded to for oneDNN: one of few numbers, at most a sixteenth more.
 
     oneDNN compiles kernels for each number of rows and keeps them for good, about half a megabyte per shape of weight.
     Prompts of a thousand lengths would make a thousand of each.

@@ -28,7 +28,7 @@ class RMSNorm(TensorLayer):
         super().__init__(name, (size,), dtype)
         self.eps = eps
         self.unit_offset = unit_offset
-        """Whether `weight` is in float32: 1 plus a small number has no room in 16 bits."""
+        """Whether `weight` is in float32: 1 plus a small number would be rounded in 16 bits."""
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
         if self.unit_offset:
@@ -53,7 +53,7 @@ class RMSNorm(TensorLayer):
     def quantized_for(
         self, linear: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
     ) -> tuple[TensorOrQuantized, torch.Tensor]:
-        """The same two results, the norm for `linear` alone: quantized where both kernels allow to fuse that."""
+        """As the call, with the norm as input for `linear` alone: quantized where both kernels can fuse that."""
         return self(x, residual)
 
     def into(
@@ -104,7 +104,7 @@ class LayerNorm(Layer):
 
 
 class ResidualAddition:
-    """What a sublayer without an input norm has in its place: the residual addition alone; called as an RMSNorm."""
+    """The residual addition alone, in place of a sublayer's input norm; called as an RMSNorm."""
 
     def __call__(
         self, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None

@@ -41,7 +41,7 @@ class RotarySpec:
     """Whether dimensions 2 i and 2 i + 1 rotate together, and not i and i + rotary_dim / 2."""
     max_len: int | None = None
     """Longest context that is served, by which the types dynamic and longrope choose their frequencies. None: the
-    model's. All contexts are rotated alike, as keys in the cache cannot be rotated again when a context grows."""
+    model's. All contexts use the same frequencies: keys in the cache cannot be rotated again when a context grows."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], head_dim: int, *, interleaved: bool = False) -> RotarySpec:
@@ -69,7 +69,7 @@ class RotarySpec:
         return ROPE_TYPES[self.type](powers, theta, parameters)
 
     def extended(self, max_position_embeddings: int) -> int:
-        """Longest context to which --max-len may extend the model, tokens: with dynamic, the trained one by factor."""
+        """Longest context to which --max-len may extend the model, tokens; dynamic: factor times the trained one."""
         if self.type != "dynamic":
             return max_position_embeddings
         return int(max_position_embeddings * _read(self.parameters, "factor", float, least=1))
@@ -230,7 +230,7 @@ class RotaryEmbedding(ABC):
 
     @abstractmethod
     def angles(self, positions: torch.Tensor) -> Angles:
-        """positions: [tokens] int64."""
+        """positions: [tokens] int64 -> the angles, in the form that attention layers of the same factory take."""
 
 
 class Rotary(RotaryEmbedding):
@@ -268,7 +268,7 @@ def rotate_interleaved(x: torch.Tensor, angles: Angles) -> torch.Tensor:
     """Rotate x: [tokens, heads, head_dim]. Dimension 2 i rotates with 2 i + 1."""
     cos, sin = angles
     size = cos.shape[-1]
-    cos, sin = cos[..., : size // 2], sin[..., size // 2 :]  # of each pair, the sine as it is
+    cos, sin = cos[..., : size // 2], sin[..., size // 2 :]  # of each pair, the sine that is not negated
     first, second = x[..., :size:2], x[..., 1:size:2]
     turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
     return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), -1)
@@ -277,7 +277,8 @@ def rotate_interleaved(x: torch.Tensor, angles: Angles) -> torch.Tensor:
 def rotate_pairs(x: torch.Tensor, angles: Angles) -> torch.Tensor:
     """Rotate x: [tokens, heads, rotary_dim], for layers of a model's own. Dimension 2 i rotates with 2 i + 1.
 
-    angles: of any RotaryEmbedding; each has the cosines first, and the sines as they are last.
+    angles: of any RotaryEmbedding. Their first rotary_dim / 2 cosines and last rotary_dim / 2 sines, which are not
+    negated, are used.
     """
     half = x.shape[-1] // 2
     cos, sin = angles[0].flatten(1)[:, None, :half], angles[1].flatten(1)[:, None, -half:]

@@ -30,7 +30,7 @@ class RoutingSpec:
     top_k: int
     scoring: Scoring = "softmax"
     renormalize: bool = True
-    """Whether the factors of a token are divided by their sum."""
+    """Whether each token's factors are divided by their sum."""
     scale: float = 1.0
     """Multiplies the factors, last."""
 

@@ -27,7 +27,7 @@ class SharedExpertSpec:
     """Qualified name in the checkpoint, with gate_proj, up_proj and down_proj."""
     intermediate_size: int
     gate: str = ""
-    """Name of the linear layer to one number per token, whose sigmoid multiplies the result. Empty: none does."""
+    """Name of the linear layer to one number per token, whose sigmoid multiplies the result. Empty: no gate."""
 
 
 @frozen(kw_only=True)
@@ -52,7 +52,7 @@ class SparseMLPSpec:
     """Of stacked experts, as `interleaved`: see ExpertsSpec."""
     interleaved: bool = False
     stacked: bool = False
-    """Whether the experts of random weights are stacked; a checkpoint's are as stored."""
+    """Whether the experts of random weights are stacked; a checkpoint is read as it is stored."""
     shared: SharedExpertSpec | None = None
 
 

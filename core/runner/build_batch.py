@@ -20,10 +20,10 @@ def build_batch(
     """Build the batch of one iteration of a step that `persistent_batch` was updated with; its tokens then count as
     computed.
 
-    Returns the batch and the rows of the sequences that sample: [sampling] int64 on the device; that of a sequence with
-    drafts is repeated for each token of its slice. Everything goes to the
-    device in one copy, except the tokens to decode, which are there already. num_groups: cache groups, of which those
-    with states come last and have no block tables.
+    Returns the batch and the rows of the sequences that sample: [sampling] int64 on the device; the row of a sequence
+    with drafts is repeated for each token of its slice. Everything goes to the device in one copy, except the tokens to
+    decode, which are there already. num_groups: cache groups, of which those with states come last and have no block
+    tables.
     """
     num_decodes, num_others = len(step.decodes), len(step.decodes) + len(step.chunks)
     sequences = [*step.decodes, *(chunk.sequence for chunk in step.chunks), *(part.sequence for part in step.drafts)]

@@ -1,4 +1,4 @@
-"""Waits for a step that the next one cannot be planned without, and whose end is known well."""
+"""Waits, with little delay, for a step whose result the next step needs and whose end can be predicted."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable, Hashable
 
 _MARGIN = 300e-6
-"""Seconds before and after the expected end in which the host asks again and again whether the step has ended."""
+"""Seconds before and after the expected end in which the host polls whether the step has ended."""
 _WEIGHT = 0.1
 """Weight of a step in the expected time."""
 _EARLIER = 0.98
-"""Factor of the expected time after a step that had ended when it was first asked: it may have ended much earlier."""
+"""Factor of the expected time after a step that had ended at the first poll: it may have ended much earlier."""
 
 
 class CloseWait:
-    """Sleeps until shortly before a step ends, then asks whether it has ended.
+    """Sleeps until shortly before a step ends, then polls until it has ended.
 
     A thread that sleeps until the device wakes it loses 0.15 ms: nothing where the next step runs meanwhile, but 3 % of
     a step with drafts, during which the device has nothing else to do. At most 0.6 ms of each such step are spent on
-    asking; other threads may run in between.
+    polling; other threads may run in between.
     """
 
     def __init__(
@@ -30,10 +30,11 @@ class CloseWait:
         """Seconds from the launch of a step to its end, by kind of step."""
 
     def wait(self, kind: Hashable, launched: float, ready: Callable[[], bool]) -> bool:
-        """Wait for a step; whether it has ended. If not, the caller waits for it, and then calls `ended`.
+        """Wait for a step; return whether it has ended. If not, the caller waits for it, and then calls `ended`.
 
-        kind: of steps that take about as long; launched: when the step was launched, by the clock; ready: whether it
-        has ended. The first step of a kind is not waited for, nor one that takes much longer than expected.
+        kind: steps of one kind take about as long; launched: when the step was launched, by the clock; ready: returns
+        whether it has ended. Returns without waiting for the first step of a kind, and gives up on a step that takes
+        much longer than expected.
         """
         expected = self._expected.get(kind)
         if expected is None:

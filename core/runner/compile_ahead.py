@@ -1,4 +1,4 @@
-"""The first start of a configuration: what it will launch is recorded, and compiled in other processes meanwhile."""
+"""Records the kernels that the first start of a configuration will launch, and compiles them in other processes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 def compile_ahead(
     config: EngineConfig, group: RankGroup, factories: Iterable[LayerFactory], launch: Callable[[], None]
 ) -> None:
-    """Begin to compile the kernels of a first start, all side by side; on later starts, do nothing.
+    """Begin to compile the kernels of a first start, all in parallel; on later starts, do nothing.
 
-    factories: of the layers to be tuned. launch: launches what the start will; here its kernels are only recorded. Of
-    several ranks the first compiles, and the others wait until all kernels are on disk. What cannot be recorded is
-    compiled when it is first launched.
+    factories: of the layers to be tuned. launch: launches the kernels of the start, which are only recorded here. Of
+    several ranks the first compiles, and the others wait until all kernels are on disk. A kernel that cannot be
+    recorded is compiled when it is first launched.
     """
     if not group.minimum(int(is_first_start(config))):
         return
@@ -38,7 +38,7 @@ def compile_ahead(
                 begin_tuning(factory, config.executor.kernel_cache)
             with group.alone(), recording():
                 launch()
-        except Exception as error:  # whatever it is, the start meets it again where it is expected
+        except Exception as error:  # if it matters, the start raises it again where it is handled
             log.warning("kernels are compiled one after another, since they could not be recorded: %s", error)
             log.debug("recording failed", exc_info=error)
         torch.cuda.empty_cache()
@@ -62,6 +62,6 @@ def tune_first_rank_first(config: EngineConfig, group: RankGroup, factories: Ite
 
 
 def end_compile_ahead(config: EngineConfig) -> None:
-    """End the process that compiles, once it is done, and note that this was the first start."""
+    """End the compiling process once it is done, and note that the configuration has been started."""
     SHARED.end()
     mark_started(config)

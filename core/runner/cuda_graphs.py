@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engine.core.types import Step
 
 HOST_LINES = 2 * MAX_DECODE_STEPS
-"""Replays whose tokens fit in the pinned host buffer: as many as two steps in flight can have."""
+"""Replays whose tokens fit in the pinned host buffer: the maximum of two steps in flight."""
 
 
 @define
@@ -241,7 +241,7 @@ class DecodeGraphs:
         return self._sizes
 
     def rows(self, count: int) -> torch.Tensor:
-        """Rows of the persistent batch that the replay just launched computed: [count] int64; overwritten as
+        """Rows of the persistent batch that the replay just launched computes: [count] int64; overwritten like
         `tokens`."""
         return self._rows[:count]
 
@@ -271,7 +271,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def run_without_graph(self, size: int, path: SamplingPath, within: AbstractContextManager[object]) -> None:
-        """Run what the graph of a batch size and a path holds kernel by kernel, for padding rows: no sequence advances.
+        """Run the kernels of one graph without the graph, for padding rows: no sequence advances.
 
         within: entered for these kernels and no others. Must not be called while a step is in flight. Raises KeyError
         if there is no such graph.
@@ -317,7 +317,7 @@ class DecodeGraphs:
         return path.capture(self._model, hidden, self._rows[:size])
 
     def batch(self, size: int) -> ForwardBatch:
-        """The batch that the graphs of a size read, in tensors that each replay fills; positions are those after it."""
+        """The batch that the graphs of a size read. Each replay fills its tensors, then advances its positions."""
         batch = ForwardBatch(
             tokens=self._tokens[:size],
             positions=self._positions[:size],
@@ -355,7 +355,7 @@ class DecodeGraphs:
         return self._model.forward(run)
 
     def _finish(self, size: int, path: SamplingPath, hidden: torch.Tensor) -> torch.Tensor | None:
-        """What follows `_forward` in the decode step of a sampling path; returns what `_step` does."""
+        """The rest of a decode step, after `_forward`, for a sampling path; returns what `_step` does."""
         rows = self._rows[:size]
         captured = path.capture(self._model, hidden, rows)
         if isinstance(captured, torch.Tensor):

@@ -70,7 +70,7 @@ class DeviceState:
         return self._pass_of_groups(batch, slot)
 
     def unplanned_pass(self, batch: ForwardBatch) -> ForwardPass:
-        """The pass of a batch that attention backends need not know."""
+        """The pass of a batch whose attention no backend plans."""
         passes = tuple(
             ForwardPass(batch=own, attention=group.attention, plan=None, pool=group.pool)
             for own, group in zip(batch.groups, self.groups, strict=False)

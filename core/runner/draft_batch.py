@@ -36,9 +36,9 @@ class _Views:
 class DraftBatch:
     """Sends the batches of steps with drafts, each before the replay that computes it.
 
-    The device is idle meanwhile, since drafts follow the newest tokens: so a batch and the new entries of block tables
-    go through a buffer that stays, in one transfer, and on a GPU a CUDA graph of its own sends it and fills the rows.
-    The buffer is written again by the next step with drafts, which is planned only after the result of this one.
+    The device is idle meanwhile, since drafts follow the newest tokens. So a batch and the new entries of block tables
+    go through a permanent buffer, in one transfer, and on a GPU a separate CUDA graph sends them and fills the rows.
+    The next step with drafts overwrites the buffer; it is planned only after the result of this step.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class DraftBatch:
         return draft_rows, views.sources
 
     def _write_changes(self) -> int:
-        """Write the new entries of the block tables to the buffer; returns their number. More than have room there are
-        sent by themselves."""
+        """Write the new entries of the block tables to the buffer; return their number. If they do not all fit, send
+        them directly and return 0."""
         changes = self._persistent_batch.take_changes()
         if not changes:
             return 0

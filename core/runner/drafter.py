@@ -1,4 +1,4 @@
-"""Runs a speculator on the device after each forward pass of the target: over the same rows, then for proposals."""
+"""Runs a speculator on the device after each forward pass of the target: over the same rows, then to propose."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Proposals:
     tokens: HostCopy
     """Of one tensor, [sequences, drafts] int64."""
     room: npt.NDArray[np.int64]
-    """[sequences]: tokens of each proposal that have a place in the sequence's blocks, if none of its drafts is
-    accepted. What was computed beyond has no meaning."""
+    """[sequences]: tokens of each proposal that have a slot in the sequence's blocks, if none of its drafts is
+    accepted. Tokens beyond have no meaning."""
     verified: VerifiedDrafts | None
     """Of the last sequences."""
 
@@ -82,8 +82,8 @@ class Drafter:
         scratch_block: int,
         hidden_states: HiddenStates | None = None,
     ) -> None:
-        """groups: its cache groups. scratch_block: the block that tokens without a place are written to. hidden_states:
-        those of the target that it computes with; None: it needs none."""
+        """groups: the speculator's cache groups. scratch_block: the block that tokens without a slot are written to.
+        hidden_states: the target's hidden states that the speculator computes with; None: it needs none."""
         self._speculator = speculator
         self._looks_ahead = speculator.looks_ahead
         self._hidden_states = hidden_states
@@ -97,11 +97,11 @@ class Drafter:
 
     @property
     def no_graphs(self) -> str | None:
-        """Why CUDA graphs cannot hold its passes; None: they can."""
+        """Why CUDA graphs cannot hold the speculator's passes; None: they can."""
         return self._speculator.no_graphs
 
     def capture(self, decode: DecodeGraphs, capturer: GraphCapturer, on_progress: Callable[[int, int], None]) -> None:
-        """Capture CUDA graphs of its passes. decode: those of the target's decode steps."""
+        """Capture CUDA graphs of the speculator's passes. decode: the graphs of the target's decode steps."""
         graphs = DrafterGraphs(
             self._speculator,
             self._pass,
@@ -115,8 +115,8 @@ class Drafter:
         self._graphs = graphs
 
     def run(self, step: Step, rows: ComputedRows, *, propose: int) -> Proposals | None:
-        """Compute the target's rows, then propose up to `propose` tokens for each sequence that samples; None: 0, or no
-        sequence samples. The persistent batch has the tokens just sampled."""
+        """Compute the target's rows, then propose up to `propose` tokens for each sequence that samples. The persistent
+        batch must have the tokens just sampled. None: `propose` is 0, or no sequence samples."""
         hidden = self._observe(step, rows)
         return self._propose(step, rows.sequences, rows.verified, hidden, rows.logit_rows, propose)
 
@@ -124,7 +124,7 @@ class Drafter:
         self, step: Step, decode: DecodeGraphs, verified: VerifiedDrafts | None, *, propose: int
     ) -> Proposals | None:
         """As `run`, after a replayed decode step of the target, in which each row is one token of a decode or of a
-        draft slice. The persistent batch counts its tokens as computed."""
+        draft slice. The persistent batch already counts these tokens as computed."""
         persistent_batch, count = self._persistent_batch, len(step.decodes)
         if verified is not None:
             count += sum(len(part.tokens) for part in step.drafts)
@@ -151,8 +151,8 @@ class Drafter:
         logit_rows: torch.Tensor | None,
         propose: int,
     ) -> Proposals | None:
-        """sequences: those that sample, without those with drafts. hidden: of all rows. logit_rows: the rows that were
-        sampled from; None: all."""
+        """Propose tokens for all sequences that sample. sequences: those without drafts. hidden: of all rows.
+        logit_rows: the rows that were sampled from; None: all."""
         num_before = len(sequences)
         sequences = (*sequences, *(part.sequence for part in step.drafts))
         if not (propose and sequences):
@@ -229,7 +229,7 @@ class Drafter:
         return self._speculator.observe(self._pass(rows.batch), TargetRows(hidden=hidden, next_tokens=next_tokens))
 
     def _next_tokens(self, step: Step, rows: ComputedRows) -> torch.Tensor:
-        """The token after that of each row: of a chunk the next one that is known, else the one sampled."""
+        """The token after each row's token: the next known one within a prompt, else the sampled one."""
         tokens = rows.batch.tokens.roll(-1)
         known = [
             self._persistent_batch.known(chunk.sequence, end, end + 1)
@@ -244,7 +244,7 @@ class Drafter:
         return tokens.index_copy_(0, rows.logit_rows, rows.sampled)
 
     def _pass(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> ForwardPass:
-        """Plan a batch in every group of the speculator. graph: as of AttentionBackend.plan."""
+        """Plan a batch in every group of the speculator. graph: as in AttentionBackend.plan."""
         passes = []
         for group in self.groups:
             attention = group.attention
@@ -268,8 +268,9 @@ class Drafter:
         limits: npt.NDArray[np.int64],
         tokens: torch.Tensor,
     ) -> ForwardBatch:
-        """A batch of one token of each sequence. rows: of the persistent batch; positions: of the tokens; limits: the
-        tokens that each sequence has room for, beyond which a token has no place and its result no meaning."""
+        """A batch of one token per sequence. rows: of the persistent batch; positions: of the tokens; limits: number of
+        tokens that each sequence has slots for; a token beyond goes to the scratch slot, and its result has no
+        meaning."""
         persistent_batch, size, count = self._persistent_batch, self._persistent_batch.block_size, len(rows)
         placed = positions < limits
         at = np.where(placed, positions, 0)

@@ -36,9 +36,9 @@ class _Graph:
 class DrafterGraphs:
     """Captures and replays passes of one token per sequence. All tensors that a graph uses keep their addresses.
 
-    A pass after a step of the target reads the batch of the target's graph, and the hidden states that it stored. A
-    pass for a proposal reads its rows, positions and tokens from tensors of its own, and advances them: so the host
-    sends nothing between the tokens of a proposal, and need not know how many drafts were accepted.
+    A pass after a step of the target reads the batch of the target's graph, and the hidden states that the target has
+    stored. A pass for a proposal reads its rows, positions and tokens from its own tensors, and advances them: so the
+    host sends nothing between the tokens of a proposal, and need not know how many drafts were accepted.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class DrafterGraphs:
         scratch: int,
         hidden_states: HiddenStates | None,
     ) -> None:
-        """plan: plans a batch in all cache groups of the speculator. scratch: the slot of tokens without a place."""
+        """plan: plans a batch in all cache groups of the speculator. scratch: the slot for tokens that have none."""
         self._speculator = speculator
         self._plan = plan
         self._decode = decode
@@ -117,8 +117,8 @@ class DrafterGraphs:
     ) -> list[torch.Tensor]:
         """`count` proposed tokens, each [sequences] int64.
 
-        rows, positions, limits: [sequences] int64, as of Drafter._decode_batch; tokens: [sequences] int64, the
-        newest, which a speculator that looks ahead has computed already; hidden: [sequences, size]; all on the device.
+        rows, positions, limits: [sequences] int64, as in Drafter._decode_batch; tokens: [sequences] int64, the newest
+        tokens, which a speculator that looks ahead has already computed; hidden: [sequences, size]; all on the device.
         """
         number = len(rows)
         size = self._decode.size(number)

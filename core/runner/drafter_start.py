@@ -1,4 +1,4 @@
-"""The start of a speculator on the device: makes its layers, loads their weights, makes its caches."""
+"""Starts a speculator on the device: makes its layers, loads their weights, makes its caches."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class DrafterStart:
         dtype: str,
         fused: bool,
     ) -> None:
-        """group: the ranks that share it, as they share the target. checks: of what it returns in the first steps.
-        dtype: of its activations, the target's. fused: as of LayerFactory."""
+        """group: the ranks that share the speculator, as they share the target. checks: of its results in the first
+        steps. dtype: of its activations, the target's. fused: as in LayerFactory."""
         self._parts = parts
         self._config = config
         self._device = device
@@ -76,7 +76,7 @@ class DrafterStart:
         return sum(KVPool.bytes_per_block(group.spec) for group in self._parts.layout.groups)
 
     def make_hidden_states(self) -> HiddenStates | None:
-        """Where the target is to keep the hidden states that the speculator computes with; None: it needs none."""
+        """Make the memory for the target's hidden states that the speculator computes with; None: it needs none."""
         layers, scheduler = self._parts.shape.hidden_layers, self._config.scheduler
         if layers:
             self._hidden_states = HiddenStates(
@@ -90,15 +90,15 @@ class DrafterStart:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights and of the hidden states of the target."""
+        """Bytes of the speculator's weights and of the target's hidden states."""
         states = self._hidden_states
         return (0 if self.layers is None else self.layers.nbytes) + (0 if states is None else states.nbytes)
 
     def build(self, model: Model, target: LayerFactory) -> LayerFactory:
         """Make the speculator, its layers still empty; return the factory that made them.
 
-        model: the target; target: the factory that has made its layers. Raises ConfigError if these do not keep hidden
-        states.
+        model: the target; target: the factory that has made its layers. Raises ConfigError if these layers do not
+        store the hidden states that the speculator needs.
         """
         parts, states = self._parts, self._hidden_states
         if states is not None and states.missing:
@@ -137,7 +137,7 @@ class DrafterStart:
         return self.layers
 
     def _missing_states(self, missing: Collection[int]) -> str:
-        """What the target does not give, and why: a clause to follow its name."""
+        """Which hidden states the target does not give, and why: a clause to follow its name."""
         num_layers = self._parts.spec.target.num_layers
         layers = sorted(layer for layer in missing if layer < num_layers)
         if layers:

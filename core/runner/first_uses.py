@@ -37,7 +37,7 @@ class FirstUses:
         self._num_kernels, self._num_graphs = len(self._kernels), self._captured()
 
     def take(self) -> FirstUse:
-        """What came since the last call."""
+        """The kernels and graphs since the last call."""
         num_kernels, num_graphs = len(self._kernels), self._captured()
         if num_kernels == self._num_kernels and num_graphs == self._num_graphs:
             return NOTHING

@@ -26,7 +26,7 @@ class GraphCapturer:
         self._device = device
         self._extender = GraphExtender.find() if extends else None
         self._first: torch.cuda.CUDAGraph | None = None
-        """The first graph that was extended: PyTorch's pool of pinned memory ends with the last graph of the pool."""
+        """The first graph that was extended, kept: PyTorch frees a pool's pinned memory with the pool's last graph."""
 
     def capture(
         self, work: Callable[[], T], warm_up: Callable[[], object] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 ALL_RECORDED = 64
-"""Up to this batch size, each may have kernels of its own."""
+"""Up to this batch size, every size may have kernels of its own."""
 MAX_TOKENS = 1024
 """Larger steps keep the device busy for longer than the host takes to launch their kernels one by one."""
 
@@ -32,5 +32,5 @@ def token_counts(max_batch_tokens: int) -> list[int]:
 
 
 def recorded_sizes(sizes: Sequence[int]) -> list[int]:
-    """The batch sizes whose kernels are most likely those of all: small ones, powers of two, and the largest."""
+    """Batch sizes whose kernels most likely include those of all: small ones, powers of two, and the largest."""
     return [size for size in sizes if size <= ALL_RECORDED or size & (size - 1) == 0 or size == sizes[-1]]

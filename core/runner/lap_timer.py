@@ -1,4 +1,4 @@
-"""Seconds that a step spends in each phase on the host."""
+"""Measures the seconds that a step spends in each phase on the host."""
 
 from __future__ import annotations
 

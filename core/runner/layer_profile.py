@@ -74,7 +74,7 @@ class _Graphs:
 
 @frozen
 class _RecordedStep:
-    """What is known of a recorded step without the profiler."""
+    """A recorded step, as far as it is known without the profiler."""
 
     shape: StepShape
     decodes: int

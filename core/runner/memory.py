@@ -32,25 +32,25 @@ def format_bytes(count: int) -> str:
 
 @frozen(kw_only=True)
 class MemoryPlan:
-    """What the memory is used for, in bytes."""
+    """How the memory is divided, in bytes, and the numbers of blocks."""
 
     budget: int
     weights: int
     activations: int
     penalties: int
-    """Token counts of all running sequences, if all have penalties."""
+    """Bytes of the token counts of all running sequences, if all have penalties."""
     kv: int
     num_blocks: int
     kernels: int = 0
-    """Of kernels compiled while serving."""
+    """Bytes of kernels compiled while serving."""
     states: int = 0
-    """Of the states of all running sequences."""
+    """Bytes of the states of all running sequences."""
     blocks_per_context: int = 0
     """Maximum blocks of one context of full length."""
 
 
 def free_memory(device: DeviceInfo) -> int:
-    """Bytes free on the device now; of a CPU's those that this process may still use."""
+    """Bytes free on the device now; for a CPU, the host memory that this process may still use."""
     if device.type == "cuda":
         import torch
 

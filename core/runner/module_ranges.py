@@ -90,7 +90,7 @@ class ModuleRanges:
             object.__setattr__(instance, "__class__", cls)
 
     def _replace(self, instance: object, wrappers: Mapping[str, Callable[[Method], Method]]) -> None:
-        """Replace an object's class by a subclass in which those of these methods that it has are wrapped."""
+        """Replace an object's class by a subclass that wraps the methods of `wrappers` that the class has."""
         cls = type(instance)
         own = {name: getattr(cls, name, None) for name in wrappers}
         methods = {name: wrappers[name](method) for name, method in own.items() if method is not None}

@@ -1,4 +1,4 @@
-"""The persistent batch: what the runner keeps of each running sequence between steps, on the host and on the device."""
+"""The persistent batch: the runner's state of each running sequence between steps, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class PersistentBatch:
         return np.fromiter(blocks, np.int64, len(sequences)) * self.block_size
 
     def known(self, sequence: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens `start` to `stop` of those that the sequence was added with."""
+        """Tokens `start` to `stop` of a sequence, of those known when it was added."""
         return self._sequences[sequence].tokens[start:stop].astype(np.int64)
 
     def set_last_tokens(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:

@@ -80,7 +80,7 @@ class PiecewiseGraphs:
         self._capturer = capturer
         self._counts = token_counts(max_batch_tokens)
         self.max_tokens = self._counts[-1] if self._counts else 0
-        """In a step that `run` accepts."""
+        """Maximum tokens of a step that `run` accepts."""
         scratch = state.pool.scratch_block * state.pool.block_size
         self._tokens = torch.zeros(self.max_tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._tokens)
@@ -99,7 +99,7 @@ class PiecewiseGraphs:
             self._steps[count] = self._capture(count)
 
     def size(self, count: int) -> int:
-        """Number of tokens of the graphs that compute a step of `count`, which is at most `max_tokens`."""
+        """The number of tokens that a step of `count` tokens is padded to. count: at most `max_tokens`."""
         return self._counts[int(np.searchsorted(self._counts, count))]
 
     def run(self, run: ForwardPass) -> torch.Tensor:

@@ -41,8 +41,9 @@ class Runner:
         group: RankGroup | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """group: the ranks that share the model; None: this rank has the whole model. grammars: compiles those of
-        sequences; None: sequences have none. Raises ConfigError for a number of ranks that cannot share the model."""
+        """group: the ranks that share the model; None: this rank has the whole model. grammars: compiles the grammars
+        of sequences; None: sequences have none. Raises ConfigError for a number of ranks that cannot share the model.
+        """
         self.config = config
         self.parts = parts
         self.checkpoint = checkpoint

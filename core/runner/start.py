@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 class RunnerStart:
     """Starts one rank, phase by phase.
 
-    What follows from the configuration alone is resolved, and refused, in the constructor.
+    The constructor resolves what follows from the configuration alone, and refuses what cannot run.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RunnerStart:
         self._grammars = grammars
         self._name = device.torch_name
         self.checks = ResultChecks()
-        """Of what the plugins return; to be ended after the first steps."""
+        """Checks of what the plugins return; to be ended after the first steps."""
         self._sinks: tuple[torch.Tensor | None, ...] = ()
         """Attention sinks per layer, once the weights are loaded; empty if the model has none."""
         self._model_spec = shape_of(parts.model, checkpoint.config)
@@ -262,7 +262,7 @@ class RunnerStart:
         return torch.cuda.max_memory_allocated(self._name) - before
 
     def _record_launches(self, model: Model, kv_scales: tuple[KVScales, ...]) -> None:
-        """Launch what the rest of the start will, on a device state of its own, which is then freed."""
+        """Launch the kernels of the rest of the start, on a device state of its own, which is then freed."""
         step = self._trial_step(self._max_step_tokens)
         state = self._make_trial_state(model, step, kv_scales)
         launcher = StepLauncher(self._device, state, StepGraphs())
@@ -384,7 +384,7 @@ class RunnerStart:
 
     @contextmanager
     def _name_fault(self, call: str) -> Iterator[None]:
-        """Name the plugin that raised an error in the `with` block; where that is unknown, all that take part."""
+        """Name the plugin that raised an error in the `with` block; if it is unknown, name all that take part."""
         model, attention, quant = map(self._parts.owner, ("models", "attention", "quant"))
         with blame(f"{model}, {attention} or {quant}", call, TRACEBACK):
             try:

@@ -41,7 +41,7 @@ class PendingStep:
     drafts: VerifiedDrafts | None = None
     """None: the step has no drafts."""
     close_wait: CloseWait | None = None
-    """What waits for the step; None: the step may be waited for asleep."""
+    """Waits for the step by polling near its end; None: the waiting thread just sleeps."""
     launched: float = 0.0
     """When the kernels were launched, by time.perf_counter; with `close_wait`."""
     proposals: Proposals | None = None
@@ -93,7 +93,7 @@ class StepLauncher:
     def __init__(
         self, device: DeviceInfo, state: DeviceState, graphs: StepGraphs, first_uses: FirstUses | None = None
     ) -> None:
-        """first_uses: counts what the launched steps compile and capture; None: nothing does."""
+        """first_uses: counts what the launched steps compile and capture; None: not counted."""
         self.state = state
         self.graphs = graphs
         self._first_uses = first_uses
@@ -113,7 +113,7 @@ class StepLauncher:
         return pending
 
     def observe(self, observer: Callable[[Step, Callable[[Step], PendingStep]], PendingStep] | None) -> None:
-        """Have steps launched by `observer(step, launch)`; None: without one, as at the start."""
+        """Have steps launched by `observer(step, launch)`; None: directly, as at the start."""
         self._observer = observer
 
     def graph_size(self, step: Step) -> int | None:

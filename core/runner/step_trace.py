@@ -35,7 +35,7 @@ class StopTrace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Arguments of `stop_trace`."""
 
     discard: bool = False
-    """Whether to write nothing, and to accept that nothing is recorded."""
+    """Whether to write nothing, and to raise no error if nothing is recorded."""
 
 
 class StepTrace:
@@ -58,9 +58,9 @@ class StepTrace:
         return self._spans is not None
 
     def start(self, arguments: StartTrace) -> None:
-        """Begin to record. Raises ControlError if it is recorded already, or if the directory is not there."""
+        """Begin to record. Raises ControlError if steps are recorded already, or if the directory does not exist."""
         if self._spans is not None:
-            raise ControlError("the steps are recorded already; stop that first")
+            raise ControlError("steps are being recorded already; stop the recording first")
         self._directory = Path(arguments.directory)
         if not self._directory.is_dir():
             raise ControlError(
@@ -82,7 +82,7 @@ class StepTrace:
         if arguments.discard:
             return
         if spans is None:
-            raise ControlError("no steps are recorded; start that first")
+            raise ControlError("no steps are being recorded; start a recording first")
         kineto = ""
         try:
             if profile is not None:

@@ -1,4 +1,4 @@
-"""Warm-up: runs once, before the server listens, what a step with prompts launches outside of CUDA graphs."""
+"""Warm-up: runs once, before the server listens, the kernels of steps with prompts outside of CUDA graphs."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class SamplingPath(ABC):
 
     name: ClassVar[PathName]
     capturable: bool = True
-    """Whether `capture` is of use; a batch of a path that cannot be captured is captured on the full path."""
+    """Whether `capture` may be called; if not, CUDA graphs of the full path serve the path's batches."""
 
     def __init__(self) -> None:
         self.needed_by: set[int] = set()

@@ -43,7 +43,7 @@ class DraftRows:
     def of(
         cls, slices: Sequence[DraftSlice], rows: npt.NDArray[np.int64], num_before: int, device: torch.device
     ) -> DraftRows:
-        """rows: [slices], the row of each sequence. The tensors go to the device in one copy."""
+        """Make the rows of draft slices, by one copy to the device. rows: [slices], the row of each sequence."""
         counts = np.fromiter((len(part.tokens) for part in slices), np.int64, len(slices))
         first = num_before + np.cumsum(counts) - counts
         offsets = np.zeros(num_before + int(counts.sum()), np.int64)

@@ -39,7 +39,7 @@ class DrawPath(SamplingPath):
         same_on_all_ranks: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """draw_rows: a fused kernel, which may be captured in a CUDA graph; None: draw by PyTorch's operations, whose
-        memory depends on what is asked for. same_on_all_ranks: as in Sampler."""
+        memory depends on the parameters. same_on_all_ranks: as in Sampler."""
         super().__init__()
         self._table = table
         self._greedy = greedy

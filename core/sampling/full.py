@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 MAX_ROWS = 256
-"""Rows that penalties and masks are applied to at a time, which bounds the memory that they take besides the logits."""
+"""Rows that penalties and masks are applied to at a time, which bounds their memory next to the logits."""
 
 
 class FullPath(SamplingPath):

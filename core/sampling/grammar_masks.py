@@ -41,16 +41,16 @@ class _Output:
     """The tokens that may not come before min_tokens, unless nothing else may; None: there are none."""
     min_tokens: int
     num_accepted: int = 0
-    """Tokens that the matcher has accepted, drafts that it is to give back not included."""
+    """Tokens that the matcher has accepted, without drafts to be rolled back."""
     matcher: GrammarMatcher | None = None
-    """None until the grammar is compiled, and the first mask due, and after a failure amid drafts."""
+    """None until the grammar is compiled and the first mask is due, and after a failure amid drafts."""
     last: tuple[SampledTokens, int, tuple[int, ...]] | None = None
-    """The tokens sampled last, which the host may not have yet, their first row, and the drafts that were verified by
-    them; None: they are in `tokens`."""
+    """The tokens sampled last, which the host may not have yet; their first row; the drafts that they verified. None:
+    the tokens are in `tokens`."""
     failed: bool = False
 
     def read(self, sampled: Sequence[int], row: int, drafts: tuple[int, ...]) -> None:
-        """Append the tokens sampled last: those of drafts up to the first that is none."""
+        """Append the tokens sampled last, up to the first that differs from the draft in its place."""
         for token, draft in zip(sampled[row:], (*drafts, None), strict=False):
             self.tokens.append(token)
             if token != draft:
@@ -70,7 +70,7 @@ class _Output:
 
 @define(eq=False)
 class _Walk:
-    """The way of a matcher along the rows of one sequence: the row after its last token, then one after each draft."""
+    """A matcher's progress along the rows of a sequence: one row after the last token, then one after each draft."""
 
     sequence: int
     output: _Output
@@ -95,14 +95,14 @@ class _Walk:
 
 
 class GrammarMasks:
-    """Follows the sequences that have a grammar. Every rank does so for itself: all ranks see the same tokens, and no
-    mask crosses a process.
+    """Follows the sequences that have a grammar. Every rank makes its own masks: all ranks see the same tokens, so no
+    mask is sent between processes.
 
     A mask is due only after the forward pass is launched, which overlaps with waiting for the token before.
 
     The rows of a draft slice have the masks after each of its drafts, up to the first draft that the grammar refuses:
     another token is sampled in its place, so the rows after it, which allow no token, do not count. The matchers then
-    give the drafts back; those accepted come again with the next mask.
+    roll the drafts back; accepted drafts come again with the next mask.
     """
 
     def __init__(self, grammars: Grammars | None, vocab_size: int, device: torch.device) -> None:
@@ -133,7 +133,7 @@ class GrammarMasks:
         sequences: by row, those of a draft slice one after the other. drafts: None if no row verifies drafts.
 
         Waits for the token before, which the device computes before the forward pass that is now in progress.
-        A sequence that cannot go on may have no token: its logits are then not finite, which ends the request.
+        If a sequence cannot go on, its mask allows no token: its logits are then not finite, which ends the request.
         """
         masks = np.zeros((len(sequences), self._words), np.int32)
         drafts_of = _drafts_by_sequence(drafts)
@@ -160,7 +160,7 @@ class GrammarMasks:
         """Note where the tokens just sampled for these sequences will be."""
         drafts_of = _drafts_by_sequence(drafts)
         for sequence, row in zip(reversed(rows.sequences), reversed(rows.host_rows), strict=True):
-            self._outputs[sequence].last = sampled, row, drafts_of.get(sequence, ())  # at last its first row
+            self._outputs[sequence].last = sampled, row, drafts_of.get(sequence, ())  # reversed: its first row stays
 
     def _advance(self, sequence: int, output: _Output) -> GrammarMatcher | None:
         """The matcher of an output after its last token; None if it cannot go on."""
@@ -194,7 +194,7 @@ class GrammarMasks:
             return False
 
     def _fill(self, walks: list[_Walk], masks: Masks) -> None:
-        """Fill the masks of the rows that walks have come to."""
+        """Fill the mask that is due in each walk."""
         classes = {type(walk.matcher) for walk in walks}
         if len(classes) > 1:
             for one in classes:
@@ -221,8 +221,8 @@ class GrammarMasks:
             masks[[walk.row for walk in walks]] = filled
 
     def _fail_amid_drafts(self, walk: _Walk, error: Exception) -> None:
-        """Give up a matcher that may be of no further use, for a new one where the output goes another way than the
-        drafts; where it goes the same way, there is no token."""
+        """Drop a matcher that may be unusable. If the output differs from the drafts, a new matcher follows it; if not,
+        no token can be sampled."""
         log.warning(
             "sequence %d cannot go on by its grammar after %d draft tokens: %s", walk.sequence, walk.taken, error
         )

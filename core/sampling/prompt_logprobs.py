@@ -41,7 +41,7 @@ class PromptLogprobs:
         self._sequences.pop(sequence, None)
 
     def compute(self, step: Step, hidden: torch.Tensor, model: Model) -> StepPromptLogprobs:
-        """Log probabilities of the prompt tokens that follow those of the step's chunks; waits for the device.
+        """Log probabilities of the prompt tokens that follow each token of the step's chunks; waits for the device.
 
         hidden: [tokens of the step, hidden_size].
         """

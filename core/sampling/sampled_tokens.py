@@ -99,8 +99,8 @@ def token_logprobs(
     top: torch.Tensor,
     top_tokens: torch.Tensor,
 ) -> list[TokenLogprobs]:
-    """Convert results of `arithmetic.row_logprobs` to plain data, each row with its `counts` most likely tokens, less
-    those that cannot come."""
+    """Convert results of `arithmetic.row_logprobs` to plain data, each row with its `counts` most likely tokens,
+    without those of probability 0."""
     columns = zip(tokens, counts, chosen.tolist(), ranks.tolist(), top.tolist(), top_tokens.tolist(), strict=True)
     return [
         TokenLogprobs(

@@ -12,7 +12,7 @@ The order of operations, for each row:
 
 From the penalties on this is the order of transformers' `generate`; vLLM applies min_p before top_k. Tokens that tie
 with the last one kept by top_k or top_p are kept too. Log probabilities are the model's own, of the unprocessed logits;
-with a grammar, of the logits of the tokens that it allows.
+with a grammar, of the logits of the tokens that the grammar allows.
 
 A batch takes the cheapest path that serves all of its sequences: greedy (step 3 alone), draw (steps 3 and 4) or full
 (all steps, and log probabilities). What steps 3 and 4 need lies in the SamplingTable on the device, so that the greedy
@@ -20,7 +20,7 @@ and the draw path can be captured in a CUDA graph, and steps with and without gr
 
 A sequence with drafts has a row for each of its positions, which samples by the random number of the position. Drafts
 are accepted up to the first that differs from the token sampled in its place: the tokens are those of sampling one by
-one. Steps 1 and 2 count the drafts before a row as outputs, and a grammar goes on by them.
+one. Steps 1 and 2 count the drafts before a row as outputs, and a grammar follows them.
 
 Sampling does not wait for the device, and does no host work per row while the batch's sequences stay the same. Rows
 that are not finite (NaN, +inf, or -inf everywhere, before or after step 2) are therefore found in
@@ -83,7 +83,7 @@ class Sampler:
         self._unwritten: list[tuple[SequenceState, int]] = []
         """Sequences, with their numbers of outputs, that the table does not have yet."""
         self._until_min_tokens: dict[int, int] = {}
-        """For each sequence below min_tokens: output tokens missing to min_tokens."""
+        """For each sequence below min_tokens: output tokens still needed to reach min_tokens."""
         self._builder = SamplingBatchBuilder(vocab_size, device, fused)
         self._batch: SamplingBatch | None = None
         self._prompt_logprobs = PromptLogprobs()
@@ -250,15 +250,15 @@ class Sampler:
             self._set_missing(number, self._until_min_tokens[number] - 1)
 
     def _correct_min_tokens(self, step: Step) -> None:
-        """Count the drafts that were accepted in earlier steps. Until then the full path serves their sequences, and
-        bans nothing too many: it counts the outputs on the device."""
+        """Count the drafts that were accepted in earlier steps. Until then the full path serves their sequences; it
+        bans no token for too long, since it counts the outputs on the device."""
         last_tokens = (*step.positions, *((part.sequence, part.start) for part in step.drafts))
         for number, position in last_tokens:
             if number in self._until_min_tokens:
                 self._set_missing(number, self._sequences[number].min_length - position - 1)
 
     def _set_missing(self, number: int, missing: int) -> None:
-        """Set how many output tokens a sequence lacks to its min_tokens."""
+        """Set how many output tokens a sequence still needs to reach its min_tokens."""
         self._until_min_tokens[number] = missing
         if missing <= 0:
             del self._until_min_tokens[number]
@@ -267,7 +267,7 @@ class Sampler:
                 self.full_path.needed_by.discard(number)
 
     def _count_verified(self, drafts: DraftRows, sampled: torch.Tensor, accepted: torch.Tensor) -> None:
-        """Count the tokens that came of draft slices, for the penalties. accepted: [slices] int64."""
+        """Count the tokens that draft slices yielded, for the penalties. accepted: [slices] int64."""
         slots = [
             (number, state.slot.index)
             for number, part in enumerate(drafts.slices)

@@ -1,4 +1,4 @@
-"""What one batch asks of the sampler, gathered into tensors once and used until the batch's sequences change."""
+"""The sampling parameters of one batch, gathered into tensors once and used until the batch's sequences change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TokenBias:
 
     @classmethod
     def of(cls, params: SamplingParams, device: torch.device) -> TokenBias | None:
-        """None: there is no bias. Biases of a token that is named several times add up."""
+        """Read logit_bias. None: there is none. Biases of a token that is named several times add up."""
         if not params.logit_bias:
             return None
         given = np.fromiter(chain.from_iterable(params.logit_bias), np.float64).reshape(-1, 2)
@@ -43,7 +43,7 @@ class TokenBias:
 
 @frozen(kw_only=True)
 class SequenceState:
-    """What is kept of one sequence. Batches are put together from the tensors, which never change."""
+    """The sampler's state of one sequence. Batches are put together from its tensors, which never change."""
 
     params: SamplingParams
     table_row: int
@@ -90,7 +90,7 @@ class Penalties:
     """The rows of the batch, ascending."""
     slots: torch.Tensor
     slices: torch.Tensor
-    """[entries] int64: the number of the draft slice that the row is of; any for rows without drafts."""
+    """[entries] int64: the number of the draft slice that the row belongs to; any for rows without drafts."""
     repetition: torch.Tensor
     presence: torch.Tensor
     frequency: torch.Tensor
@@ -168,7 +168,7 @@ class LogprobsRequest:
 
 @frozen(kw_only=True)
 class SamplingBatch:
-    """What one batch asks of the sampler, as tensors; None for what no sequence asks."""
+    """The sampling parameters of one batch, as tensors; None where no sequence uses them."""
 
     sequences: tuple[int, ...]
     processors: LogitsProcessors | None
@@ -330,7 +330,7 @@ class SamplingBatchBuilder:
         )
 
     def _repeated(self, values: Sequence[int], tokens: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Each value as often as there are tokens next to it: [all tokens] int64."""
+        """Each value repeated for each token of its tensor in `tokens`: [all tokens] int64."""
         counts = [len(each) for each in tokens]
         return self._ints(values).repeat_interleave(self._ints(counts), output_size=sum(counts))
 
@@ -342,8 +342,8 @@ class SamplingBatchBuilder:
 
 
 def _slice_numbers(sequences: Sequence[int]) -> list[int]:
-    """The number of the draft slice that each row is of: a sequence that stands in several rows has drafts. 0 also for
-    the rows before all slices."""
+    """The number of the draft slice that each row belongs to: a sequence with several rows has drafts. 0 also for the
+    rows before all slices."""
     numbers: list[int] = []
     slices = 0
     for _, rows in groupby(sequences):

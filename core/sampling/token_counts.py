@@ -46,7 +46,7 @@ class TokenCounts:
 
     @staticmethod
     def max_bytes(vocab_size: int, max_slots: int) -> int:
-        """Maximum bytes of a table, reached while it grows to `max_slots`: the copy, and what is copied."""
+        """Maximum bytes of a table, reached while it grows to `max_slots`: the old table and the new."""
         return sum(_capacities(max_slots)[-2:]) * vocab_size * ENTRY_BYTES
 
     def add(self, new: NewSequence) -> Slot:
@@ -84,7 +84,7 @@ class TokenCounts:
         """
         places = torch.arange(tokens.shape[1], device=tokens.device)
         counted = places < num_tokens[:, None]
-        tokens = torch.where(counted, tokens, tokens[:, :1])  # which is counted, so that `seen` may be set for all
+        tokens = torch.where(counted, tokens, tokens[:, :1])  # always counted: `seen` may be set for all
         self.counts.index_put_((slots[:, None], tokens), counted.to(torch.int32), accumulate=True)
         self.seen[slots[:, None], tokens] = True
 

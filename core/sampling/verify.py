@@ -6,13 +6,14 @@ it has drafts. Row i has the logits after the first i drafts, processed as those
 
 Two rules, for two kinds of drafts:
 
-- A draft without probabilities, as a speculator on the host proposes: each row's token is drawn as without drafts, by
-  the random number of its position, and the draft is accepted if it is that token (`accept_matching`). So draft x is
-  accepted with probability p(x), and a rejected one is replaced by a draw from p without x. With a seed the tokens are
-  those of decoding without drafts, one by one; greedy rows too.
-- A draft drawn from probabilities q, as a draft model gives: it is accepted with probability min(1, p(x) / q(x)), and
-  a rejected one is replaced by a draw from max(p - q, 0), normalized (`verify_drafts`). More of them are accepted. The
-  tokens are distributed as without drafts, but with a seed they are others.
+- A draft without probabilities, as all speculators propose: each row's token is drawn as without drafts, by the random
+  number of its position, and the draft is accepted if it is that token (`accept_matching`). So draft x is accepted with
+  probability p(x), and a rejected one is replaced by a draw from p without x. With a seed the tokens are those of
+  decoding without drafts, one by one; greedy rows too.
+- A draft drawn from probabilities q: it is accepted with probability min(1, p(x) / q(x)), and a rejected one is
+  replaced by a draw from max(p - q, 0), normalized (`verify_drafts`). More of them are accepted. The tokens are
+  distributed as without drafts, but with a seed they are others. The sampler does not use this rule yet: no speculator
+  reports probabilities.
 
 The token after the accepted drafts is drawn by the random number of its position. The random numbers that accept drafts
 are a second stream, and those by which a draft model draws must be a third: each is a function of seed and position.

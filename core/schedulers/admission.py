@@ -32,11 +32,12 @@ class Place(NamedTuple):
 
 
 class _Search:
-    """What is remembered of a waiting request that did not fit, so that the next step does not begin again.
+    """The search for room for one waiting request, kept so that the next step continues it.
 
     victims: the policy's choices so far, with their sequence numbers; preempted only once the request then fits.
-    short: lower bound of the blocks that were missing even then, when BlockManager.releases was `releases`; None: not
-    counted. next_block: index of the request's first block that was not found in the prefix cache; None: all were.
+    short: lower bound of the blocks missing even without the victims, counted when BlockManager.releases was
+    `releases`; None: not counted. next_block: index of the request's first block that was not found in the prefix
+    cache; None: all were.
     """
 
     __slots__ = ("candidates", "next_block", "num_new", "releases", "running", "short", "state", "victims")
@@ -49,14 +50,14 @@ class _Search:
         self.next_block: int | None = None
         self.candidates: list[StateView] = []  # further requests that may be preempted
         self.running: tuple[StateView, ...] | None = None  # those running when `candidates` was made; None: outdated
-        self.num_new = 0  # of these, admitted in the same step
+        self.num_new = 0  # how many of `running` were admitted in the same step
 
 
 class Admission:
     """Finds room for waiting requests, one at a time. max_running: maximum sequences per step.
 
-    What the last request that did not fit lacked is remembered. Until enough may have been released, its prefix is not
-    looked up again, and the policy is only asked whether it would now preempt one more.
+    The blocks that the last request lacked are remembered. Until enough may have been released, its prefix is not
+    looked up again, and the policy is only asked whether it would now preempt one more request.
     """
 
     def __init__(self, queues: Queues, policy: CheckedPolicy, *, max_running: int) -> None:
@@ -114,7 +115,7 @@ class Admission:
         return self._blocks.prefix_caching and not state.wants_prompt_logprobs
 
     def _has_digests(self, state: RequestState) -> bool:
-        """Whether the digests of the request's blocks are computed; computes as many as a step may."""
+        """Whether the digests of the request's blocks are computed; if not, compute as many as one step may."""
         missing = (len(state.tokens) - 1) // self._blocks.block_size - len(state.chain)
         if missing <= MAX_DIGESTS_PER_STEP or not self._queues.running or not self.uses_cache(state):
             return True

@@ -1,4 +1,4 @@
-"""How many KV blocks contexts take, by kinds of layers."""
+"""Numbers of KV blocks that contexts of a given length take, by kinds of layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from engine.core.types import FULL, BlockKind
 
 MAX_INDICES = 2**31
-"""Where nothing takes blocks, as with states alone."""
+"""Stands for no limit on the indices of a block table."""
 
 
 def is_plain(kinds: Sequence[BlockKind]) -> bool:

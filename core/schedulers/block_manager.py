@@ -10,7 +10,7 @@ from engine.core.schedulers.cache_observer import CacheObserver
 from engine.core.schedulers.hash_chain import DigestCache, HashChain
 
 NEVER = 2**62
-"""Number of indexed blocks of a table that is to index no more: larger than any table."""
+"""`_Table.indexed` of a table whose further blocks are not indexed: larger than any table."""
 
 
 class _Table:
@@ -24,7 +24,7 @@ class _Table:
 
 
 class Shortage:
-    """How many blocks are missing for one new sequence if some others were freed first; nothing is freed.
+    """How many blocks are missing for one new sequence if some other sequences were freed first; frees nothing.
 
     blocks: the number; negative if some are left over. Valid until a block is allocated or freed.
     """
@@ -95,9 +95,9 @@ class BlockManager:
         self._tables: dict[int, _Table] = {}
         self._digest_cache = DigestCache(num_blocks if prefix_caching else 0)
         self.releases = 0
-        """How often a sequence has given up a block: if not since a shortage was counted, it is no smaller now."""
+        """How often a sequence has given up a block: while this does not change, no shortage becomes smaller."""
         self.updates: dict[int, list[int]] = {}
-        """Sequence -> blocks that it has got and the runner does not know yet, in the form of Step.blocks."""
+        """Sequence -> its new blocks that the runner does not know yet, in the form of Step.blocks."""
 
     @property
     def max_tokens(self) -> int:
@@ -153,7 +153,7 @@ class BlockManager:
         return sum(not self._references[entry] for entry in entries)
 
     def chain(self, salt: str) -> HashChain:
-        """Hashes the blocks of a new sequence, if others have not done so."""
+        """The hash chain of a new sequence, which reuses digests that other sequences have computed."""
         return HashChain(self.block_size, salt, self._digest_cache)
 
     def lookup(self, tokens: Sequence[int], chain: HashChain) -> list[int]:
@@ -248,7 +248,7 @@ class BlockManager:
             self._note_end(sequence, kept)
 
     def _note_end(self, table: int, end: int) -> None:
-        """Have the runner append the next blocks of a table, whose blocks it knows, from index `end` on."""
+        """Have the runner put the next blocks of a table from index `end` on; it must know the blocks before."""
         assert table not in self.updates, "blocks are freed that the runner does not know yet"
         self.updates[table] = [-end]
 
@@ -334,7 +334,7 @@ class BlockManager:
         return freed
 
     def free(self, sequence: int) -> None:
-        """Free a sequence's blocks; those indexed and computed that no other sequence uses stay cached."""
+        """Free a sequence's blocks; indexed and computed blocks that no other sequence uses stay cached."""
         # Last block first, so that a prefix is evicted from its end: `lookup` finds no block without its predecessor.
         for block in reversed(self._tables.pop(sequence).blocks):
             self._dereference(block)
@@ -383,7 +383,7 @@ class BlockManager:
         self._references[block] += 1
 
     def _dereference(self, block: int) -> None:
-        """Count one user less; without any, an indexed block becomes cached if it is computed, any other free."""
+        """Count one user less. Without users, an indexed and computed block becomes cached, any other free."""
         self.releases += 1
         self._references[block] -= 1
         if self._references[block] == 0:

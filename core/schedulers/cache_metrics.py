@@ -1,4 +1,4 @@
-"""Measures how long blocks stay in the KV cache, when they are reused, and by whom."""
+"""Measures how long blocks stay in the KV cache, when they are reused, and the hits of each tenant."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class CacheMetrics(CacheObserver):
         self._tenant(salt)[1] += tokens
 
     def stats(self, *, unfilled_slots: int, unreachable_slots: int, total_slots: int) -> CacheStats:
-        """All that is measured so far, and the slots that the caller has counted."""
+        """All measurements so far, and the slots that the caller has counted."""
         tenants = [(tenant_label(salt), queries, hits) for salt, (queries, hits) in self._tenants.items()]
         if any(self._others):
             tenants.append((OTHER_TENANTS, self._others[0], self._others[1]))

@@ -23,8 +23,8 @@ class CheckedPolicy:
 
     `requests`: all requests of the scheduler, by id.
 
-    overrides_preempts, overrides_split, overrides_prefill_limit, overrides_decode_steps: whether the policy has a
-    method of its own; otherwise the scheduler need not call it, nor build the views it would be shown.
+    overrides_preempts, overrides_split, overrides_prefill_limit, overrides_decode_steps: whether the policy
+    overrides the method; if not, the scheduler need not call it, nor build the views it would be shown.
     """
 
     def __init__(self, policy: SchedulingPolicy[Any], requests: Mapping[str, RequestState]) -> None:

@@ -21,12 +21,12 @@ class DecodeSet:
     """
 
     def __init__(self, counter: StepCounter, contexts: ContextSums | None = None) -> None:
-        """contexts: sums that are kept of the active sequences; None: none are."""
+        """contexts: sums over the active sequences, kept up to date; None: no sums."""
         self._counter = counter
         self._contexts = contexts
         self._active: dict[int, RequestState] = {}  # by sequence number, in batch order
         self._deferred: dict[int, RequestState] = {}
-        # By iteration. Entries are not deleted when a sequence is removed or rescheduled; `events_at` skips such.
+        # By iteration. Entries stay when a sequence is removed or rescheduled; `events_at` skips them.
         self._events: defaultdict[int, list[RequestState]] = defaultdict(list)
         self._numbers: tuple[int, ...] = ()
         self._states: tuple[RequestState, ...] = ()

@@ -28,8 +28,8 @@ class Drafting:
     is known when the result is committed. It is back among them when the next step is planned (`resume`). So all others
     advance by the step counter alone, as without a speculator.
 
-    What a request's own prediction proposes comes before what the speculator does. A request's grammar shortens both,
-    and adds what it forces.
+    The speculator is asked only where a request's own prediction proposes nothing. The request's grammar cuts either
+    proposal at the first token that it refuses, or replaces it by the tokens that it forces, if these are more.
 
     Drafts take what decodes and prefill chunks leave of a step's budget, and blocks that are available: no request
     waits or is preempted for them.
@@ -44,25 +44,25 @@ class Drafting:
         *,
         max_batch_tokens: int,
     ) -> None:
-        """lengths: chooses how many drafts are verified; None: as many as are proposed. grammars: has the compiled
-        grammars of requests; None: proposals are made without them. max_batch_tokens: of a step."""
+        """lengths: chooses how many drafts are verified; None: as many as are proposed. grammars: compiles the
+        grammars of requests; None: proposals ignore them. max_batch_tokens: of a step."""
         self._speculator = speculator
         self._device = speculator if isinstance(speculator, DeviceProposals) else None
         self._may_pay = True
-        """Whether drafts may pay in the step that is planned, so that the device should propose some after it."""
+        """Whether drafts may pay in the step being planned, so that the device should propose some after it."""
         self._compiler = grammars
         self._lengths = lengths
         self._begun = False
-        """Whether `lengths.begin` was called for the step that is planned next."""
+        """Whether `lengths.begin` was called for the next step to be planned."""
         self._queues = queues
         self._max_batch_tokens = max_batch_tokens
         self._max_drafts = speculator.spec.max_drafts
         self._sequences: dict[str, SpeculatedSequence] = {}
         """By request id, the requests that have decoded."""
         self._predictions: dict[str, PredictedOutput] = {}
-        """By request id, of the requests that have one."""
+        """By request id, for requests that have a prediction."""
         self._grammars: dict[str, GrammarDrafts] = {}
-        """By request id, of the requests that have one."""
+        """By request id, for requests that have a grammar."""
         self._planned: dict[RequestState, tuple[int, ...]] = {}
         """Drafts of the step being planned."""
         self._verifying: dict[int, RequestState] = {}
@@ -101,8 +101,8 @@ class Drafting:
         self._verifying = later
 
     def propose(self, plan: StepPlan) -> None:
-        """Choose the drafts of a plan that has its decodes and chunks. No step may be in flight: drafts follow the
-        newest tokens."""
+        """Choose the drafts of a plan whose decodes and chunks are complete. No step may be in flight: drafts follow
+        the newest tokens."""
         self._planned = {}
         planned: dict[RequestState, tuple[int, ...]] = {}
         room = plan.draft_tokens_left
@@ -135,9 +135,8 @@ class Drafting:
     def take_slices(self) -> tuple[tuple[RequestState, ...], tuple[DraftSlice, ...]]:
         """Take the requests with drafts out of the decoding ones; return the requests and their slices.
 
-        The caller calls `plan_drafts` on each of the requests.
-
-        Where blocks are short, a request has fewer drafts than planned, or none.
+        The caller calls `plan_drafts` on each of the requests. Where blocks are short, a request has fewer drafts than
+        planned, or none.
         """
         blocks, decoding = self._queues.blocks, self._queues.decoding
         states: list[RequestState] = []
@@ -160,10 +159,10 @@ class Drafting:
         return tuple(states), tuple(slices)
 
     def plan_proposals(self, states: Iterable[tuple[RequestState, int, int]]) -> int:
-        """Step.propose of the step being built; gives the requests blocks for what is to be proposed, as far as blocks
+        """Choose Step.propose of the step being built, and give the requests blocks for the proposals, as far as blocks
         are left once each running request has its next one.
 
-        states: (request, position of its first token in the step, number of tokens that it may have then).
+        states: (request, position of its first token in the step, maximum tokens that it has after the step).
         """
         if self._device is None or not self._may_pay:
             return 0
@@ -186,7 +185,7 @@ class Drafting:
         return most
 
     def receive(self, states: Iterable[RequestState], proposals: Sequence[Sequence[int]]) -> None:
-        """Keep what the device has proposed after a step that is committed. states: those that sampled in it."""
+        """Keep the proposals of the device after a committed step. states: the requests that sampled in the step."""
         assert self._device is not None, "proposals without a speculator on the device"
         for state, tokens in zip(states, proposals, strict=True):
             if not state.finished:
@@ -200,7 +199,7 @@ class Drafting:
         return positions
 
     def verified(self, state: RequestState, count: int, tokens: tuple[int, ...]) -> None:
-        """Count the drafts of a request that were verified. count: how many; tokens: those that were accepted, and the
+        """Count the drafts of a request that were verified. count: their number; tokens: the accepted drafts and the
         token after them."""
         accepted = len(tokens) - 1
         state.accept_drafts(accepted)
@@ -218,7 +217,7 @@ class Drafting:
             self._speculator.accepted(state.id, count, accepted)
 
     def give_back(self, state: RequestState) -> None:
-        """Free the blocks that only rejected drafts needed; the next token keeps its place."""
+        """Free the blocks that only rejected drafts needed; the slot of the next token stays allocated."""
         blocks = self._queues.blocks
         if state.sequence and state.capacity - blocks.block_size > state.computed:
             blocks.shrink(state.sequence, state.computed + 1)
@@ -274,5 +273,5 @@ def _speculated(state: RequestState) -> SpeculatedSequence:
 
 
 def _at_least(counts: Sequence[int]) -> tuple[int, ...]:
-    """From how often there were 0, 1, 2 and more: how often there was at least 1, at least 2 and so on."""
+    """Counts of exactly 0, 1, 2, ... -> counts of at least 1, at least 2, ..."""
     return tuple(accumulate(reversed(counts[1:])))[::-1]

@@ -25,7 +25,7 @@ class GroupedBlockManager(BlockManager):
 
     A prefix is reused only up to a position where every kind has what the tokens behind it attend to: all entries, or
     those of the last window. Such a position need not exist before its tokens are computed. So, unlike in BlockManager,
-    sequences share computed entries only, and a request whose prefix another is computing waits for it (`awaits`).
+    sequences share computed entries only, and a request waits while another computes its prefix (`awaits`).
     """
 
     slides = True
@@ -380,7 +380,7 @@ class GroupedBlockManager(BlockManager):
         return added
 
     def _take_blocks(self, count: int) -> list[int]:
-        """Take blocks, which `_grow` makes an entry of."""
+        """Take the blocks of one entry, for `_grow`."""
         return [self._take() for _ in range(count)]
 
     def _take(self) -> int:
@@ -440,7 +440,7 @@ def make_block_manager(
 ) -> BlockManager:
     """The block manager of a KV cache. max_chunk: maximum tokens of a prefill chunk. observer: see BlockManager."""
     kinds, size = cache.kinds, cache.block_size
-    prefix_caching = prefix_caching and not cache.states  # a state is that of the last token computed, of no other
+    prefix_caching = prefix_caching and not cache.states  # a state holds the last computed token only
     if is_plain(kinds):
         return BlockManager(cache.num_blocks, size, prefix_caching=prefix_caching, observer=observer)
     return GroupedBlockManager(

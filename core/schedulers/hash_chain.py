@@ -1,4 +1,4 @@
-"""Digests of the blocks of token sequences: what the prefix cache knows a block's content by."""
+"""Digests of the blocks of token sequences, by which the prefix cache identifies a block's content."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.core.tokens import TOKEN_BYTES, TOKEN_TYPE, Tokens, packed
 
 DIGEST_BYTES = 16
 RUN = 64
-"""Blocks whose digests are kept together."""
+"""Blocks per run: their digests are kept together."""
 
 _PACKED = (GrowingTokens, Tokens)
 
@@ -51,8 +51,8 @@ class DigestCache:
 class HashChain:
     """Digests of the full blocks of one growing token sequence; each is computed once, on first use.
 
-    A block's digest covers the salt and all tokens from the start of the sequence to the end of the block: it is that
-    of the block's tokens and the digest before it.
+    A block's digest covers the salt and all tokens from the start of the sequence to the end of the block: it is a
+    hash of the block's tokens and the digest before it.
     """
 
     __slots__ = ("_block_size", "_cache", "_digests", "_last", "_pack", "salt")

@@ -1,4 +1,4 @@
-"""Block tables of sequences in several kinds of layers, and what is found of a prefix; for GroupedBlockManager."""
+"""Block tables of sequences in several kinds of layers, and cached prefixes; for GroupedBlockManager."""
 
 from __future__ import annotations
 

@@ -94,27 +94,27 @@ class SchedulingPolicy(ABC, Generic[OptionsT]):
     def preempts(self, candidate: RequestView, running: Sequence[RequestView]) -> RequestView | None:
         """A running request to preempt so that the waiting `candidate` can be admitted; None: the candidate waits.
 
-        Also called with a single prefilling request when there is room for both: to return that request then preempts
+        Also called with a single prefilling request when there is room for both: returning that request then preempts
         nothing, and only puts the candidate's prefill first.
         """
         return None
 
     def split(self, budget: int, waiting: Sequence[RequestView], running: Sequence[RequestView]) -> Split:
-        """How to share a step's token budget; by default decodes take what they need and prefill the rest."""
+        """The shares of a step's token budget; by default decodes take what they need, and prefill takes the rest."""
         return Split(decode=budget, prefill=budget)
 
     def prefill_limit(self, request: RequestView, room: int, others: Sequence[RequestView]) -> int:
         """Maximum tokens of the next step for the prompt of `request`, so that `others` need not wait for all of it.
 
-        Asked while more of the prompt is left than a step computes, and `others` prefill or wait. room: tokens that the
-        step has left for prompts. What the others leave is added. By default the request takes all.
+        Called while more of the prompt is left than a step computes, and `others` prefill or wait. room: tokens that
+        the step has left for prompts. Tokens that the others leave unused are added. By default the request takes all.
         """
         return room
 
     def decode_steps(self, running: Sequence[RequestView], waiting: Sequence[RequestView]) -> int:
         """Number of iterations of the next step, when every running sequence decodes.
 
-        Core plans fewer where outputs end or blocks run out. Stops, aborts and arrivals take effect only after the last
-        iteration.
+        Core plans at most 128 (MAX_DECODE_STEPS), and fewer where outputs end or blocks run out. Stops, aborts and
+        arrivals take effect only after the last iteration.
         """
         return 1

@@ -26,14 +26,14 @@ class PrefixTree:
         """The entries that are not reachable."""
         self._entries: dict[bytes, int] = {}
         self._parents: dict[int, int | bytes] = {}
-        """The entry before each entry, or its digest if it is missing; not those that begin a sequence."""
+        """Entry -> the entry before it, or its digest if it is missing; without entries that begin a sequence."""
         self._children: dict[int, Entries] = {}
-        """The entries directly behind each entry that has any."""
+        """Entry -> the entries directly behind it, if there are any."""
         self._orphans: dict[bytes, Entries] = {}
-        """The same, for the digests of missing entries."""
+        """Digest of a missing entry -> the entries directly behind it."""
 
     def add(self, entries: Sequence[int], digests: Sequence[bytes], parent: bytes | None) -> None:
-        """Add entries, each behind the one before. parent: digest before the first; None: that begins its sequence."""
+        """Add entries, each behind the one before. parent: digest before the first; None: it begins its sequence."""
         first, reachable = entries[0], True
         if parent is not None:
             before = self._entries.get(parent)

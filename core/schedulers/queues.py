@@ -23,7 +23,7 @@ class Queues:
     """
 
     def __init__(self, blocks: BlockManager, counter: StepCounter, contexts: ContextSums | None = None) -> None:
-        """contexts: as DecodeSet."""
+        """contexts: as in DecodeSet."""
         self.blocks = blocks
         self.decoding = DecodeSet(counter, contexts)
         self.requests: dict[str, RequestState] = {}
@@ -61,7 +61,7 @@ class Queues:
         return (state for number, state in self.running.items() if number not in self._new)
 
     def forget(self, sequences: Iterable[int]) -> None:
-        """Have the next step tell the runner that these sequences, which no request has, are finished."""
+        """Have the next step report these sequences, which belong to no request, to the runner as finished."""
         self._finished.extend(sequences)
 
     def add(self, state: RequestState) -> None:
@@ -78,7 +78,7 @@ class Queues:
         number = self._last_sequence
         blocks = self.blocks.allocate(number, len(state.tokens), cached)
         assert blocks is not None, "admitted without enough blocks"
-        if not state.wants_prompt_logprobs:  # else it computes all its tokens, so that no other may compute them for it
+        if not state.wants_prompt_logprobs:  # else it must compute all its tokens itself
             self.blocks.index_pending(number, state.tokens, state.chain)
         state.admit(number, self.blocks.capacity(number))
         self._dequeue(state)

@@ -139,7 +139,7 @@ class RequestState:
 
     @property
     def context_offset(self) -> int:
-        """Tokens computed before an iteration, minus the iteration's number; only while decoding, in which it stays."""
+        """Tokens computed before an iteration, minus the iteration's number; only while decoding, and constant then."""
         return self._computed - self._decoding_since
 
     @property
@@ -179,13 +179,13 @@ class RequestState:
         return last
 
     def plan_drafts(self) -> None:
-        """Count the step just planned, which verifies drafts of the request: one token is certain to come of it."""
+        """Count the step just planned, which verifies drafts of the request: it yields at least one token."""
         self._last_step = self._counter.steps_planned
         self._computed += 1
         self._sampled += 1
 
     def count_prediction(self, tokens: tuple[int, ...], verified: int) -> None:
-        """Count drafts that were tokens of the prediction. tokens: those that came of it, yet to be appended."""
+        """Count drafts from the prediction. tokens: the accepted drafts and the token after them, not yet appended."""
         assert self.prediction_tokens is not None, "the request has no prediction"
         accepted, rejected = self.prediction_tokens
         kept = min(len(tokens) - 1, len(self._until_stop(tokens)[0]))

@@ -253,8 +253,8 @@ class Scheduler:
     def needs_result(self) -> bool:
         """Whether to commit the step in flight before planning the next one.
 
-        So it is if the step has or proposes drafts, without whose result their requests cannot go on, or if the next
-        step may have drafts, which must follow the newest tokens.
+        True if the step in flight has or proposes drafts, since their requests cannot go on without its result, or if
+        the next step may have drafts, which must follow the newest tokens.
         """
         if self._drafting is None or not self._in_flight:
             return False

@@ -7,7 +7,7 @@ class StepCounter:
     """Shared by the scheduler and its requests; only the scheduler changes it.
 
     steps_planned: also the id of the last step planned, since ids count from 1.
-    steps_committed: likewise of steps whose result has been committed; results arrive in the order of planning.
+    steps_committed: the same for steps whose result has been committed; results arrive in the order of planning.
     iterations: iterations planned so far; a step counts as `Step.iterations`.
     """
 

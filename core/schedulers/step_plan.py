@@ -67,10 +67,10 @@ class StepPlan:
         return min(self._prefill, self._budget - len(self._decoding)) - self.chunk_tokens
 
     def add_chunk(self, state: RequestState, limit: int | None = None) -> None:
-        """Add a chunk of the request's remaining prefill, as long as the budget allows. limit: its maximum tokens.
+        """Add a chunk of the request's remaining prefill, as large as the budget allows. limit: its maximum tokens.
 
-        The chunk leaves out what chunks of other requests compute, in earlier steps or earlier in this one: all keys
-        and values of a layer are written before its attention reads any.
+        The chunk leaves out tokens that chunks of other requests compute, in earlier steps or earlier in this one: all
+        keys and values of a layer are written before its attention reads any.
         """
         room = self.prefill_tokens_left
         if room > 0:

@@ -60,7 +60,7 @@ class StepPlanner:
         return plan
 
     def iterations(self) -> int:
-        """Number of iterations of the planned step: as many as the policy wants, and outputs and blocks allow."""
+        """Number of iterations of the planned step: as many as the policy wants and outputs and blocks allow."""
         queues = self._queues
         if queues.prefilling or not self._policy.overrides_decode_steps:  # a multi-step step has no chunks
             return 1
@@ -150,8 +150,8 @@ class StepPlanner:
             plan.add_chunk(state, limit)
 
     def _has_blocks(self, state: RequestState, plan: StepPlan) -> bool:
-        """Whether a prefilling request has the blocks of its next chunk, for which others may be preempted, or, if the
-        policy says so, itself. It lacks blocks only if it shared those that are now behind its window."""
+        """Give a prefilling request the blocks of its next chunk, preempting others or, if the policy says so,
+        itself; False if it is preempted. Blocks are missing only if it shared those that are now behind its window."""
         if not self._blocks.slides or plan.prefill_tokens_left <= 0:
             return True
         if state in plan.preempted:

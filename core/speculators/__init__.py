@@ -1,4 +1,4 @@
-"""Speculators: the contract of what proposes the next tokens of a sequence, and checks of its answers."""
+"""Speculators propose the next tokens of sequences: their contract, and checks of their answers."""
 
 from typing import TYPE_CHECKING
 

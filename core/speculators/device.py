@@ -61,8 +61,8 @@ class DrafterShape:
     """Its attention layers, whose keys and values core caches; with `num_layers` 0 there are none. `vocab_size` and
     `hidden_size` are its own."""
     hidden_layers: tuple[int, ...] = ()
-    """Layers of the target, from 0: the hidden states that enter them are given to `observe`. The target's number of
-    layers stands for what leaves the last one, before the norm."""
+    """Layers of the target, from 0: `observe` receives the hidden states that enter them. The target's number of layers
+    stands for the hidden states that leave the last layer, before the norm."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -84,9 +84,9 @@ class DeviceSpeculator(ABC, Generic[OptionsT]):
 
     Its attention layers have keys and values of their own, in the blocks and slots of the target's layers with full
     attention. Core calls `observe` for all rows that the target computes: so the speculator's cache holds the keys and
-    values of the same tokens as the target's, also those of a prefix that another sequence has computed. Core then
-    makes a proposal, token by token, greedily: `choose` a token, `advance` by it, and so on. What `advance` writes to
-    the cache is written again by `observe`, once the target has computed the tokens that are true.
+    values of the same tokens as the target's, including a prefix that another sequence has computed. Core then makes a
+    proposal, token by token, greedily: `choose` a token, `advance` by it, and so on. `observe` overwrites what
+    `advance` writes to the cache, once the target has computed the actual tokens.
 
     No proposal changes what is generated: core verifies it. A speculator that raises stops the engine, like a model.
     """
@@ -135,7 +135,7 @@ class DeviceSpeculator(ABC, Generic[OptionsT]):
         """Compute one more token of each sequence.
 
         run: a batch of one token per sequence: the newest token, or the draft chosen last. hidden: [sequences, size],
-        what the call before returned for each sequence, `observe` or `advance`. Returns the next: [sequences, size].
+        returned for each sequence by the call before, `observe` or `advance`. Returns the next: [sequences, size].
         """
 
     @abstractmethod

@@ -8,9 +8,9 @@ from engine.core.speculators.base import SpeculatedSequence, SpeculatorSpec
 
 
 class DeviceProposals:
-    """Stands in for a CheckedSpeculator where the speculator runs on the device: proposes what the last step brought.
+    """Stands in for a CheckedSpeculator if the speculator runs on the device: hands out the last step's proposals.
 
-    learns, faults: as CheckedSpeculator has them. A fault on the device fails the step.
+    learns, faults: as in CheckedSpeculator. A fault on the device fails the step.
     """
 
     learns = False

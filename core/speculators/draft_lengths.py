@@ -1,4 +1,4 @@
-"""Chooses how many drafts of each sequence a step verifies: as many as make most tokens per time, or none."""
+"""Chooses how many drafts of each sequence a step verifies: the number with the most tokens per time, or none."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from engine.core.speculators.step_costs import StepCosts
 _MEMORY = 0.95
 """Weight of a trial relative to the next one in the acceptance of a request: about the last 20 trials count."""
 _COMMON_MEMORY = 0.98
-"""The same in the acceptance of all requests together, with which a new request begins."""
+"""The same in the common acceptance, of all requests together, with which a new request begins."""
 _PRIOR_TRIALS = 8.0
-"""Number of trials that the acceptance of all requests stands for in that of one request."""
+"""Number of trials as which the common acceptance counts in the acceptance of one request."""
 _FIRST_ACCEPTANCE, _FIRST_TRIALS = 0.5, 8.0
-"""The acceptance before the first trial of all; and the number of trials that it stands for."""
+"""The common acceptance before the first trial, and the number of trials as which it counts."""
 _MAX_ACCEPTANCE = 0.99
 _MIN_GAIN = 1.02
 """Minimum tokens per time with drafts, relative to those without, that count as a gain: estimates are not exact."""
@@ -29,8 +29,8 @@ _LONGEST_PROBE = 2.0
 """Time of a step with probes, relative to the expected one, beyond which it counts no further: a probe never takes so
 long, but the first use of a kernel may."""
 _PROBED_AT_ONCE = 1.02
-"""A probe takes further requests along as long as the step takes at most this much longer: the host's wait, which is
-most of its cost, is the same."""
+"""Maximum time of a step that probes several requests, relative to one that probes one: they share the host's wait,
+which is most of a probe's cost."""
 
 
 @define
@@ -87,13 +87,13 @@ class DraftLengths:
         self._time = 0.0
         """Time of this step without drafts."""
         self._gap = 0.0
-        """Time for which the device is idle before this step if it has drafts."""
+        """Time for which the device is idle before this step if the step has drafts."""
         self._least = 1.0
         """Probability below which no draft can pay in this step."""
         self._waiting_time = 0.0
-        """Time that this step takes longer without drafts if it does not overlap with the step before."""
+        """Time by which this step, without drafts, takes longer if it does not overlap with the step before."""
         self._pause = self._pause_left = 0
-        """Steps for which no request is asked, as long as proposals do not pay; and how many of them are left."""
+        """Steps for which no request is asked after proposals that did not pay, and how many of them are left."""
         self._waited = False
         """Whether the host waits for drafts of this step, and none are chosen so far."""
         self._cost = 0.0
@@ -124,7 +124,7 @@ class DraftLengths:
         return tokens > 0 and (self._least <= _MAX_ACCEPTANCE or self._probes.affordable)
 
     def revise(self, rows: int, tokens: int) -> None:
-        """Correct the numbers of the step that has begun."""
+        """Correct the rows and tokens of the step that has begun."""
         self._prepared = None
         self._count(rows, tokens)
         self._probes.revise(self._cost)
@@ -196,8 +196,8 @@ class DraftLengths:
         return found
 
     def prepare(self) -> None:
-        """Choose drafts for the next step ahead, as if it had the rows and proposals of this one: where it has, `begin`
-        and `choose` are quick. Like `observe` for the time while the device works; what is recorded later counts from
+        """Choose the next step's drafts in advance, as if it had the rows and proposals of this one: if it has, `begin`
+        and `choose` are quick. To be called while the device works, like `observe`; what is recorded later counts from
         the step after the next."""
         if self._chosen_from:
             self._count(self._rows, self._tokens)
@@ -205,8 +205,8 @@ class DraftLengths:
             self._counted = True
 
     def _most_per_time(self, proposals: Sequence[tuple[str, int]], *, known: bool = True) -> list[int]:
-        """How many drafts of each proposal make most tokens per time. known: whether the tokens before the drafts are
-        known; otherwise the first draft stands for one that is not."""
+        """How many drafts of each proposal make the most tokens per time. known: whether the tokens before the drafts
+        are known; otherwise one more token before them must be predicted."""
         if not proposals:
             return []
         lengths = np.array([length for _, length in proposals])
@@ -240,7 +240,7 @@ class DraftLengths:
         return min(estimate, _MAX_ACCEPTANCE)
 
     def probed(self, rows: int, time: float) -> None:
-        """Count what the probes of a step, if its drafts are any, took more, or less, than was counted."""
+        """If the step has probes, charge the time by which it exceeds the expected time, or credit what it saves."""
         if self._probes.running:
             expected = self._time_of(rows)
             self._probes.spend(min(time, _LONGEST_PROBE * expected) - expected)

@@ -7,7 +7,7 @@ from attrs import define, field
 from engine.core.speculators.recent_median import RecentMedian
 
 _FIRST = 3
-"""Gaps for which the median stands alone."""
+"""Number of first gaps for which the median alone counts."""
 _SLOW = 0.02
 """Weight of a gap after the first 50."""
 

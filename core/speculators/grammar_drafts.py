@@ -12,8 +12,8 @@ from engine.core.grammars.base import CompiledGrammar, GrammarMatcher
 log = logging.getLogger(__name__)
 
 TOKENS_PER_PAUSE = 32
-"""The time to find what is forced grows with its length: where the output spells it in another way, it is asked again
-only after one token of output per this many forced ones."""
+"""Finding forced tokens takes time in proportion to their number: where the output has other tokens for the same text,
+the grammar is asked again only after one token of output per this many forced tokens."""
 
 
 class GrammarDrafts:
@@ -33,17 +33,17 @@ class GrammarDrafts:
         self._known = 0
         """Tokens of the output that the matcher has accepted."""
         self._forced: Sequence[int] = ()
-        """What the grammar forces, from an earlier token of the output on."""
+        """The tokens that the grammar forces, from an earlier token of the output on."""
         self._followed = 0
-        """How many of these are in the output."""
+        """How many of the forced tokens are in the output."""
         self._ask_at = 0
         """Length of the output from which on the grammar is asked again, once all that it forced is in the output."""
         self._failed = False
         self.proposed = False
-        """Whether the latest proposal was what the grammar forces."""
+        """Whether the latest proposal was the forced tokens."""
 
     def choose(self, output: Sequence[int], proposal: Sequence[int], limit: int) -> Sequence[int]:
-        """The tokens of a proposal up to the first that the grammar refuses, or those that it forces if these are more.
+        """The tokens of a proposal up to the first that the grammar refuses, or the forced tokens if they are more.
 
         output: so far; grows between calls, and never changes otherwise. limit: maximum tokens to propose.
         """

@@ -14,10 +14,10 @@ IdsT = TypeVar("IdsT", int, npt.NDArray[np.int64])
 _MIN_AGREEMENT = 2
 """Last tokens of the output that must stand before a place for it to be proposed from."""
 _MAX_AGREEMENT = 16
-"""Tokens before a place that are compared at most; more make it no likelier."""
+"""Maximum tokens before a place that are compared; more would not make the place more likely."""
 _AHEAD = 8
 _BEHIND = 4
-"""Occurrences of the last tokens that are compared: the next ones, and those shortly before."""
+"""Maximum occurrences of the last tokens that are compared, ahead of the last right place and behind it."""
 
 
 class PredictedOutput:
@@ -42,8 +42,8 @@ class PredictedOutput:
         self._anchor = 0
         """The place up to which the output followed the prediction last."""
         self._pairs: npt.NDArray[np.int64] | None = None
-        """Sorted, a number for each pair of neighbouring tokens that another follows: of its tokens (`_key`), plus the
-        place after it."""
+        """Sorted; for each pair of adjacent tokens that another token follows, `_key` of the pair plus the place after
+        it."""
         self._base = 0
         """Above all tokens of the prediction."""
         self.proposed = False
@@ -101,7 +101,7 @@ class PredictedOutput:
         self._follows = True
 
     def _agreement(self, output: Sequence[int], place: int) -> int:
-        """How many of the last tokens of the output are those before a place, which two are."""
+        """How many of the output's last tokens equal those before a place; at least two do."""
         found, longest = _MIN_AGREEMENT, min(_MAX_AGREEMENT, len(output), place)
         while found < longest and self._prediction[place - found - 1] == output[-found - 1]:
             found += 1

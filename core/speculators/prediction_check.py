@@ -1,4 +1,4 @@
-"""Refuses predictions that could have no effect; the front ends, which do without numpy, call it too."""
+"""Refuses predictions that could have no effect; front ends, which lack numpy, call it too."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Probes:
         self._running: set[str] = set()
 
     def begin(self, time: float, cost: float) -> None:
-        """Begin a step. time: that it takes without drafts; cost: that a probe would add to it and to the next one."""
+        """Begin a step. time: of the step without drafts; cost: that a probe would add to it and the next one."""
         self._step += 1
         self._cost = cost
         self._saved = min(self._saved + _SHARE * time, max(_SHARE * time * _SAVED_STEPS, cost))
@@ -62,7 +62,7 @@ class Probes:
         self._saved -= self._cost
 
     def spend(self, time: float) -> None:
-        """Spend time that was lost; less than 0: that was gained."""
+        """Spend lost time; negative: time gained."""
         self._saved -= time
 
     def start(self, request_id: str) -> None:

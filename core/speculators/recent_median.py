@@ -1,4 +1,4 @@
-"""The median of the last three measurements, which one that was disturbed does not change."""
+"""The median of the last three measurements, on which a single disturbed one has no effect."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import deque
 
 
 class RecentMedian:
-    """Filters measurements of which single ones may be many times too long, as that of the first use of a kernel.
+    """Filters out single measurements that are many times too long, such as the first use of a kernel.
 
-    given: what measurements are taken to have been before the first one, at most two of them.
+    given: at most two measurements to assume before the first one.
     """
 
     __slots__ = ("_last",)

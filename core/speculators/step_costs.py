@@ -15,7 +15,7 @@ _SLOW, _BEFORE = 0.02, 1
 _REFRESH = 8
 """Observations after which the table is computed again."""
 _FEW = 4
-"""Observations of a number of rows below which the factor of all stands for that of the number."""
+"""Observations of a number of rows below which the common factor is used in place of its own."""
 
 
 class StepCosts:
@@ -59,7 +59,7 @@ class StepCosts:
         return self._table
 
     def observe(self, rows: int, time: float) -> None:
-        """Correct the times by that of a step."""
+        """Correct the times by an observed step."""
         self.table(rows)
         size = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
         ratio = self._medians[size].add(time / float(self._base[rows]))

@@ -10,17 +10,17 @@ from engine.core.speculators.draft_lengths import DraftLengths
 from engine.core.types import Step
 
 _MAX_HOST_SHARE = 0.5
-"""Maximum of the host's time before a step that counts, relative to the step, where steps do not overlap."""
+"""Maximum of the host's time before a step that is counted, relative to the step, where steps do not overlap."""
 
 
 class StepTiming:
     """Times the steps of a running engine, and so corrects the times by which draft lengths are chosen.
 
     Where steps overlap, the time of a step is that between its result and the one before. Where they do not, the host's
-    time before its submission counts too: proposals take longer than none. It counts as half of the step at most, since
-    the engine may have had nothing to do. Steps with prefill chunks
-    do not count: their rows are not those of decodes. Nor, where steps overlap, do steps without drafts that had to
-    wait for the result before them: they are the exception.
+    time before its submission counts too, since making proposals takes time; it counts as half of the step at most,
+    since the engine may have had nothing to do. Steps with prefill chunks do not count: their rows are not those of
+    decodes. Nor, where steps overlap, do steps without drafts that had to wait for the result before them: they are the
+    exception.
     """
 
     def __init__(self, lengths: DraftLengths, *, overlaps: bool, clock: Callable[[], float] = perf_counter) -> None:
@@ -58,7 +58,7 @@ class StepTiming:
 
     def learn(self) -> None:
         """Correct the times by the steps that have ended, and prepare the next choice. To be called while the device
-        works: before, it may wait for the host."""
+        works: earlier, the device may be waiting for the host."""
         lengths = self._lengths
         for step, seconds, gap in self._timed:
             lengths.observe(step.decode_rows, seconds, drafts=bool(step.drafts))

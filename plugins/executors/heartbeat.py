@@ -8,7 +8,7 @@ import threading
 import time
 
 COLUMNS = 5
-"""Numbers per row, in the order of the properties of WorkerHeartbeat."""
+"""Numbers per row: heartbeat, step begun, step finished, thread that begins steps, thread that waits."""
 ROW_BYTES = 8 * COLUMNS
 
 

@@ -167,7 +167,7 @@ class MultiprocExecutor(RemoteExecutor):
         pending.complete(result)
 
     def _interrupt(self, reason: str) -> None:
-        """End both rings, which wakes all who wait on them. Called in the thread that watches the workers."""
+        """End both rings, which wakes all waiting threads. Called in the thread that watches the workers."""
         self._steps.interrupt(reason)
         self._results.interrupt(reason)
 
@@ -177,7 +177,7 @@ class MultiprocExecutor(RemoteExecutor):
         return self._workers
 
     def _failure(self, closed: RingClosedError) -> Exception:
-        """Why a ring has ended."""
+        """The error to raise after a ring has ended."""
         failure = self._running().failure
         return ExecutorError(str(failure)) if failure is not None else closed
 
@@ -185,5 +185,5 @@ class MultiprocExecutor(RemoteExecutor):
 def refuses_system() -> str | None:
     """Return why workers cannot be watched on this system; None if they can."""
     if sys.platform != "linux":
-        return "it watches its processes by pidfd, which Linux alone has; use --executor uniproc"
+        return "it watches its processes by pidfd, which only Linux has; use --executor uniproc"
     return None

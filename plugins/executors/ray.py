@@ -147,7 +147,7 @@ class RayExecutor(RemoteExecutor):
         placement.leave()
 
     def _launch(self, rank: int, locations: list[ActorLocation], device: DeviceInfo) -> ActorLaunch:
-        """The message that starts the actor of a rank. Actors of one node see the GPUs of all of these."""
+        """The message that starts the actor of a rank. Each actor sees the GPUs of all actors on its node."""
         here = locations[rank]
         gpus = [gpu for one in locations if one.node == here.node for gpu in one.gpus]
         index = gpus.index(here.gpus[0]) if device.type == "cuda" else 0

@@ -30,8 +30,8 @@ class Placement:
     def __init__(self, address: str | None, bundle: Mapping[str, float], ranks: int, timeout: float) -> None:
         """Join or start a cluster and reserve room.
 
-        address: as ray.Options; bundle: resources per rank, by Ray's names (CPU, GPU); timeout: seconds to wait.
-        Raises ExecutorError.
+        address: as in Options of ray.py; bundle: resources per rank, by Ray's names (CPU, GPU); timeout: seconds to
+        wait. Raises ExecutorError.
         """
         self._connected = _connect(address)
         self._bundle = bundle

@@ -1,4 +1,4 @@
-"""All Ray actors of an executor, seen from its process: their calls return results, progress, errors and exits."""
+"""All Ray actors of an executor, seen from its process: calls return their results, progress, errors and exits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.plugins.executors.control_messages import Failed, FromWorker, Progre
 from engine.plugins.executors.ray_actor import ActorLaunch, ActorLocation
 
 ROOT_CAUSE_SECONDS = 1.0
-"""With several workers, time between a worker's error and the verdict: another worker's exit may have caused it."""
+"""With several workers, delay before a worker's error is raised: another worker's exit may have caused it."""
 STACK_SECONDS = 3.0
 """Time for hung actors to return their stacks."""
 STOP_SECONDS = 5.0

@@ -80,7 +80,7 @@ class UniprocExecutor(Executor):
             raise ExecutorError(self._failure) from error
 
     def check(self) -> Health:
-        """Return whether the runner exists and no step has failed."""
+        """Return whether the runner exists and no step has failed in `submit`, nor the device in `call`."""
         if self._runner is None:
             return Health(ok=False, detail="the executor is shut down")
         return Health(ok=not self._failure, detail=self._failure)

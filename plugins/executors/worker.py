@@ -82,7 +82,7 @@ class _RingLink:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends, which outlives an orderly exit."""
+    """Have the kernel kill this process when the thread that started it ends. An orderly exit comes before."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

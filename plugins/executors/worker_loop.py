@@ -58,14 +58,14 @@ class ExecutorLink(Protocol):
     def receive(self, timeout: float) -> bytes:
         """Receive the next step or control call, encoded.
 
-        Raises RingTimeoutError after `timeout` seconds, RingClosedError after the last.
+        Raises RingTimeoutError after `timeout` seconds, RingClosedError after the last step or call.
         """
 
     def send_result(self, result: StepResult) -> None:
         """Send a step's result. Called on every rank, although only the result of rank 0 is used."""
 
     def send_answer(self, answer: Answer) -> None:
-        """Send the answer to a control call; the results of all steps before are sent."""
+        """Send the answer to a control call; the results of all earlier steps have been sent."""
 
     def report(self, message: Progressed | Ready) -> None:
         """Report progress of the start."""

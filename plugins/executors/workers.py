@@ -22,7 +22,7 @@ STOP_SECONDS = 3.0
 STACK_SECONDS = 1.0
 """Time for hung workers to write their stack dumps."""
 ROOT_CAUSE_SECONDS = 0.25
-"""With several workers, time between a worker's error and the verdict: another worker's exit may have caused it."""
+"""With several workers, delay before a worker's error is raised: another worker's exit may have caused it."""
 CHECK_SECONDS = 1.0
 """Maximum time between two checks for a hung step."""
 
@@ -49,7 +49,7 @@ class Workers:
         self._call: tuple[str, float] | None = None
         """Name of the control call in progress, and since when (time.monotonic())."""
         self._answered: set[int] = set()
-        """Ranks that have answered it."""
+        """Ranks that have answered the control call."""
         self._answers: queue.SimpleQueue[tuple[int, Answer] | EngineError] = queue.SimpleQueue()
         self._makers = makers
         self._interrupt = interrupt
@@ -189,13 +189,13 @@ class Workers:
                     self._answers.put((worker.rank, message))
 
     def _record_error(self, error: EngineError) -> None:
-        """Note a worker's error; the verdict comes later, because the exit of another worker may be its cause."""
+        """Note a worker's error; it is raised later, because the exit of another worker may be its cause."""
         if not self._errors:
             self._verdict_at = time.monotonic() + (ROOT_CAUSE_SECONDS if len(self.workers) > 1 else 0.0)
         self._errors.append(error)
 
     def _handle_exit(self, worker: WorkerProcess) -> None:
-        """Fail all if a worker exited without being asked to and without reporting an error."""
+        """Fail all workers if one exited without being asked to and without reporting an error."""
         if self._stop_by is None and not any(str(worker) in str(error) for error in self._errors):
             self._fail(ExecutorError(worker.exit_status))
 

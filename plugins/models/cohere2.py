@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 DEFAULT_WINDOW = 4096
 """Sliding window if config.json has no key for it."""
 PATTERN = 4
-"""The last of each such number of layers has full attention, if config.json has no key for it."""
+"""The last of every PATTERN layers has full attention, if config.json has no key for it."""
 
 
 class Cohere2(Decoder):

@@ -72,7 +72,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope_interleaved": (None, False),
     "use_mrope": (None, False),
 }
-"""Keys that change what transformers, or the program that a checkpoint was made for, computes -> values that do not."""
+"""Keys that change what transformers, or a checkpoint's original program, computes -> values that change nothing."""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -214,7 +214,7 @@ class ConfigKeys:
         return None
 
     def _refuses_rope_table(self, config: Mapping[str, Any]) -> str | None:
-        """Refuses what is null or partial in the rope parameters."""
+        """Refuses a null rope_type or rope_theta, and a partial_rotary_factor that is not computed."""
         table = config.get("rope_scaling") or config.get("rope_parameters") or {}
         accepted = self.neutral.get("partial_rotary_factor")
         if accepted is not None and table.get("partial_rotary_factor") not in accepted:

@@ -1,4 +1,4 @@
-"""The decoder of Llama and related models. Their own files hold only their differences."""
+"""The decoder of Llama and related models, whose own files hold only the differences."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Decoder(Model):
 
     @classmethod
     def prepare(cls, layers: LayerFactory) -> None:
-        """Say what else the checkpoint has, before layers are made. Override it where there is something."""
+        """Tell the factory of other names and of tensors to ignore, before layers are made. Does nothing by default."""
 
     @classmethod
     def block(cls, index: int, shape: DecoderConfig, layers: LayerFactory) -> Block:

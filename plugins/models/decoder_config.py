@@ -1,4 +1,4 @@
-"""The network of a decoder in one form for all architectures, and how config.json is read into it."""
+"""One form of a decoder's network for all architectures, and the functions that read a config.json into it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.plugins.models.sparse import SparseConfig
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_TYPES = (FULL, SLIDING)
 FORMER_LAYER_TYPES = {"attention": FULL}
-"""Names in older files -> the names now."""
+"""Names in older files -> present names."""
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -170,23 +170,23 @@ def windows_of(kinds: Sequence[str], window: int | None, settings: str) -> tuple
 
 
 def read_window(config: Mapping[str, Any], default: int | None) -> int | None:
-    """sliding_window: a number of tokens; null: None. default: of files without the key."""
+    """The sliding window, tokens; None if config.json has null. default: for files without the key."""
     if config.get("sliding_window", default) is None:
         return None
     return read_key(config, "sliding_window", int, default, least=1)
 
 
 def read_optional(config: Mapping[str, Any], key: str, default: float | None) -> float | None:
-    """A positive number; null: None. default: of files without the key."""
+    """The positive number of a key; None if config.json has null. default: for files without the key."""
     if config.get(key, default) is None:
         return None
     return read_key(config, key, float, default, least=1e-6)
 
 
 def rope_config(config: Mapping[str, Any], kind: str, theta: float) -> Mapping[str, Any]:
-    """config.json with the rope parameters of one kind of layer, which the file may have by kind.
+    """config.json with the rope parameters of one kind of layer alone; the file may have them by kind.
 
-    Older files have those of layers with full attention next to each other, as files with one kind of layer. theta:
+    Older files have those of full attention at the top level, as files with one kind of layer have them. theta:
     rope_theta if the file has none for the kind.
     """
     scaling = config.get("rope_scaling") if kind == FULL else None

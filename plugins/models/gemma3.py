@@ -22,7 +22,7 @@ from engine.plugins.models.decoder_config import (
 from engine.plugins.models.gemma2 import DEFAULT_WINDOW, KEYS, gemma_shape
 
 PATTERN = 6
-"""The last of each such number of layers has full attention, if config.json has no key for it."""
+"""The last of every PATTERN layers has full attention, if config.json has no key for it."""
 THETA, LOCAL_THETA = 1e6, 1e4
 """rope_theta of layers with full attention, and of the others, if config.json has no keys for them."""
 

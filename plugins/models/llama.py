@@ -23,7 +23,7 @@ class Llama(Decoder):
     def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
         """attention_bias applies to all four projections of attention, mlp_bias to all three of the MLP.
 
-        Raises CheckpointError for a sliding window, which this architecture has not.
+        Raises CheckpointError for a sliding window, which this architecture does not have.
         """
         shape = parse_decoder(config)
         window = config.get("sliding_window")

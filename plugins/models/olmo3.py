@@ -21,7 +21,7 @@ from engine.plugins.models.olmo2 import Olmo2
 DEFAULT_WINDOW = 4096
 """Sliding window if config.json has no key for it."""
 PATTERN = 4
-"""The last of each such number of layers has full attention, if config.json has no key for it."""
+"""The last of every PATTERN layers has full attention, if config.json has no key for it."""
 THETA = 500000.0
 """rope_theta if config.json has no key for it; of layers with windows in files without rope parameters by kind."""
 

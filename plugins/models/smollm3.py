@@ -23,7 +23,7 @@ from engine.plugins.models.decoder_config import (
 THETA = 2e6
 """rope_theta if config.json has no key for it."""
 INTERVAL = 4
-"""The last of each such number of layers does not rotate, if config.json has no key for it."""
+"""The last of every INTERVAL layers does not rotate, if config.json has no key for it."""
 
 
 class SmolLM3(Decoder):

@@ -41,7 +41,7 @@ IMAGE_KEYS = {
 
 
 class TextTower(Decoder):
-    """Derive from this class and from the language model's, which is then built from text_config."""
+    """Mixin of a language model within a larger one: placed before its class, builds the model from text_config."""
 
     tied: ClassVar[bool]
     """Whether a file without tie_word_embeddings means a tied LM head."""

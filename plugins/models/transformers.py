@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Transformers(Model):
-    """A decoder by the code of the transformers library, on the engine's KV cache, batches, linear layers and ranks."""
+    """A decoder run by transformers' code, on the engine's KV cache, batches, linear layers and ranks."""
 
     api: ClassVar[str] = "2"
 
     @classmethod
     def refuses(cls, config: Mapping[str, Any]) -> str | None:
-        """Refuses what the library does not have, and what its forward shows to need more than the KV cache."""
+        """Refuses architectures that the library lacks, and those whose forward needs more than the KV cache."""
         try:
             shape = blueprint(config)
             _model_spec(shape)

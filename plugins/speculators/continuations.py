@@ -1,4 +1,4 @@
-"""What followed the last tokens in earlier texts: an index of bounded size, with counts as confidence."""
+"""An index, of bounded size, of what followed n-grams in earlier texts, with counts as confidence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _END = -1
 _MAX_PLACES = 8
 """Maximum places of an n-gram that are counted, the latest first."""
 _MAX_LOOKS = 16
-"""Maximum places that are compared for this: some are of other n-grams with the same slot."""
+"""Maximum places that are compared to find _MAX_PLACES: some are of other n-grams with the same slot."""
 _FACTOR = 0x9E3779B97F4A7C15
 _WORD = 2**64 - 1
 
@@ -24,8 +24,9 @@ _WORD = 2**64 - 1
 class Continuations:
     """Finds what followed given tokens in texts, of which the oldest are forgotten.
 
-    The index has two halves, each of `max_tokens` / 2. When the newer one is full, the older one is dropped, and what
-    was the newer one becomes the older. So no time is spent on removing tokens. Memory: at most 60 bytes per token.
+    The index has two halves, each of `max_tokens` / 2. When the newer one is full, the older one is dropped, the newer
+    one becomes the older, and an empty one the newer. So no time is spent on removing tokens. Memory: at most 60 bytes
+    per token.
     """
 
     def __init__(self, sizes: Sequence[int], max_tokens: int) -> None:
@@ -45,10 +46,10 @@ class Continuations:
         self._halves[0].add(text)
 
     def continuation(self, last: array[int], limit: int, least: float) -> list[int]:
-        """What most often followed the tokens `last`, at most `limit` tokens; none if there is no such place.
+        """What most often followed the tokens `last`, at most `limit` tokens; empty if they are not in the index.
 
-        last: as many tokens as one of `sizes`. Each further token must have followed all before it at a share of the
-        places of `last` that is at least `least`; one place more, where something else followed, counts too.
+        last: as many tokens as one of `sizes`. Each token must have followed all before it at a share of at least
+        `least` of the places of `last`, to which one place is added where something else followed.
         """
         for half in self._halves:
             places = half.places(last)

@@ -24,7 +24,7 @@ TOKENIZER = "tokenizer.json"
 
 
 class DraftModel(DeviceSpeculator[None]):
-    """Any architecture of the installed model plugins. Computes the target's tokens, one row per token."""
+    """A draft model of any architecture of the installed model plugins. Computes the target's tokens, one row each."""
 
     api = "2"
 
@@ -33,9 +33,9 @@ class DraftModel(DeviceSpeculator[None]):
         if spec.config is None:
             return "it needs a draft model; name its directory or its name on the hub as speculator.model"
         if is_eagle3(spec.config):
-            return "speculator.model has EAGLE-3 heads, which are no model; use the speculator eagle3"
+            return "speculator.model has EAGLE-3 heads, which are not a model; use the speculator eagle3"
         if is_eagle(spec.config):
-            return "speculator.model has EAGLE heads, which are no model; use the speculator eagle"
+            return "speculator.model has EAGLE heads, which are not a model; use the speculator eagle"
         return None
 
     @classmethod

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 class Eagle3(DraftHeads):
     """Takes the hidden states that enter three of the model's layers.
 
-    Side by side, they become one by a linear layer. Heads differ in what is normed: nothing before the linear layer,
-    all its input or that of each layer (EAGLE 3.1); and in whether the output that is passed on is normed.
+    A linear layer joins the states, side by side, into one. Heads differ in what is normed: nothing before the linear
+    layer, its whole input, or the states of each layer (EAGLE 3.1); and in whether the output that is passed on is
+    normed.
     """
 
     @classmethod

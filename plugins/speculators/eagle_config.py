@@ -26,7 +26,7 @@ class EagleConfig:
 
 
 def is_eagle(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json names EAGLE-1 or EAGLE-2 heads. That of many such heads names the target's architecture."""
+    """Whether a config.json names EAGLE-1 or EAGLE-2 heads. Many such heads name the target's architecture instead."""
     named = config.get("architectures") or ()
     return not is_eagle3(config) and any("eagle" in str(name).lower() for name in named)
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class DraftHeads(DeviceSpeculator[None]):
-    """Row i takes the hidden states of the model at token i and the embedding of token i + 1.
+    """Base of drafting heads: row i takes the model's hidden states at token i and the embedding of token i + 1.
 
     While a proposal is made, the output of the heads stands for the hidden states of the model.
     """
@@ -38,7 +38,7 @@ class DraftHeads(DeviceSpeculator[None]):
 
     @abstractmethod
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What `forward` takes of the model's hidden states: [rows, TargetRows.hidden] -> [rows, hidden_size]."""
+        """The model's hidden states, [rows, TargetRows.hidden], as `forward` takes them: [rows, hidden_size]."""
 
     @abstractmethod
     def forward(self, run: ForwardPass, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:

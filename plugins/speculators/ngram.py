@@ -20,7 +20,7 @@ class NgramOptions:
     max_n: int = field(default=4)
     """Number of last tokens that are looked up first; then half as many, and so on down to min_n."""
     context: int = field(default=32768)
-    """Minimum number of last tokens of a sequence that are indexed. At most 72 bytes of memory per token."""
+    """Minimum number of last tokens of a sequence that are indexed. By default at most 72 bytes of memory per token."""
 
     @min_n.validator
     @max_n.validator

@@ -15,7 +15,7 @@ MAX_N = 16
 _SLOTS_PER_TOKEN = 4
 """Slots of a table per token that it has room for; with fewer, more n-grams overwrite each other."""
 _MIN_ROOM = 256
-"""Tokens for which a new index has room at least."""
+"""Minimum room of a new index, in tokens."""
 _BULK = 32
 """From this number of n-grams on, numpy indexes them faster than a loop."""
 _WORD = 2**64 - 1
@@ -29,10 +29,10 @@ class NgramIndex:
     There is a table per n, which holds the place in the slot of the n-gram's hash. Another n-gram whose hash has the
     same slot overwrites it, so a place is compared with the tokens before it is used. The tables double with the
     sequence, up to 2 * `context` tokens; then the first tokens are dropped, down to `context`. So memory is at most
-    (8 + 32 * len(sizes)) * context bytes.
+    (8 + 32 * len(sizes)) * context bytes if `context` is a power of two from 128 on, else less than twice that.
 
-    A place that agrees with the last tokens in as many tokens as the longest n-gram has is followed, without a look-up,
-    until a token differs: a look-up could not find a place that agrees in more.
+    A place whose preceding tokens agree with the last tokens in the length of the longest n-gram is followed, without a
+    look-up, until a token differs: a look-up could not find a place that agrees in more.
     """
 
     def __init__(self, sizes: Sequence[int], *, context: int) -> None:
@@ -144,7 +144,7 @@ class NgramIndex:
         return (codes >> np.uint64(self._shift)).astype(np.int64)
 
     def _enlarge(self) -> None:
-        """Make empty tables with room for twice the tokens, but at most for 2 * context; drop what is more."""
+        """Keep only the last `context` tokens if there are 2 * context; make empty tables for twice the tokens."""
         if len(self._tokens) >= 2 * self._context:
             excess = len(self._tokens) - self._context
             del self._tokens[:excess]

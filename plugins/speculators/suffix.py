@@ -27,13 +27,13 @@ class SuffixOptions:
     """Options of suffix, [speculator.options]."""
 
     tokens: int = field(default=131072)
-    """Maximum tokens of recent outputs that are kept per tenant. At most 60 bytes of memory each."""
+    """Maximum tokens of recent outputs that are kept per tenant. At most 60 bytes of memory per token."""
     tenants: int = field(default=64)
     """Maximum tenants whose outputs are kept; for a further one, the tenant that was idle longest is forgotten."""
     context: int = field(default=32768)
-    """Minimum number of last tokens of a sequence that are indexed. At most 72 bytes of memory per token."""
+    """Minimum number of last tokens of a sequence that are indexed. By default at most 72 bytes of memory per token."""
     min_confidence: float = field(default=0.3)
-    """Minimum share of the occurrences after which a token followed; 0: propose whatever followed."""
+    """Minimum share of the occurrences that a token must have followed; 0: propose whatever followed."""
 
     @tokens.validator
     @context.validator

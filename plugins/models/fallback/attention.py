@@ -134,7 +134,7 @@ class AttentionCalls:
             raise PluginError("the forward called attention more often than when it was traced")
         expected, call, place = self._calls[layer]
         if module is not expected:
-            raise PluginError(f"another module called attention than {call.module}, as when it was traced")
+            raise PluginError(f"a module other than {call.module}, which the trace met here, called attention")
         self._layer += 1
         return run, call, place
 
@@ -165,7 +165,7 @@ class AttentionCalls:
         q, k, v = _dense(q), _dense(k), _dense(v)
         run.pool.write(layer, k, v, run.batch.slots)
         out = run.attention.forward(layer, q, k, v, run.plan)
-        return out[..., : call.value_dim].contiguous().unsqueeze(0)  # as of the library's functions: modules view it
+        return out[..., : call.value_dim].contiguous().unsqueeze(0)  # contiguous: modules view it
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ def attend(
     attention_mask: torch.Tensor | None = None,
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that the library's modules call: whatever serves the module (`engine_attention`) computes it."""
+    """Attention as the library's modules call it, computed by the module's `engine_attention`."""
     return module.engine_attention(module, query, key, value, attention_mask, given), None
 
 

@@ -1,4 +1,4 @@
-"""The output layer with what the library's model computes around it, as soft caps and multipliers of logits."""
+"""The output layer with what the library's model computes around it, such as soft caps and multipliers of logits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from engine.plugins.models.fallback.trace import Blueprint
 
 ROWS = 3
-"""Of the trial."""
+"""Rows of the trial."""
 
 
 class _Result:
-    """The library's result of a base model: hidden states, and None for whatever else is asked for."""
+    """Stands in for the library's result of a base model: hidden states, and None for every other attribute."""
 
     def __init__(self, hidden: torch.Tensor | None) -> None:
         self.last_hidden_state = hidden

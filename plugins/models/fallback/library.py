@@ -45,7 +45,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     if not named:
         return known[model_type]
     if not (isinstance(named, list) and len(named) == 1 and isinstance(named[0], str)):
-        raise RefusedError(f"has architectures {named!r}, where one name is due")
+        raise RefusedError(f"has architectures {named!r}, where one name is needed")
     if named[0] not in known.values():
         raise RefusedError(
             f"is no causal language model of {version()}, which has {known[model_type]} for model_type"
@@ -55,7 +55,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 
 def _own_code(config: Mapping[str, Any]) -> str:
-    """What to say of a checkpoint that brings code of its own."""
+    """A hint for a checkpoint that brings its own code; empty for others."""
     if "auto_map" not in config:
         return ""
     return (

@@ -14,7 +14,7 @@ from engine.core.errors import CheckpointError
 from engine.core.models import ForwardPass
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Relative norm of a token's difference that rounding may make."""
+"""Maximum relative difference of a token's hidden states that rounding may cause."""
 POSITIONS = (3, 0, 7, 1, 4, 2)
 """Of the tokens of the check."""
 AGAIN = (4, 1, 5)
@@ -40,8 +40,8 @@ def check_locality(
 ) -> None:
     """Compare tokens computed in two batches of different size and order, without attention between tokens.
 
-    specs: of each cache group, with blocks of one token. name: of the architecture. Raises CheckpointError if a token's
-    hidden state depends on others.
+    specs: of each cache group, with blocks of one token. name: of the architecture. Raises CheckpointError if the
+    hidden state of the median token depends on other tokens.
     """
     tokens = (torch.arange(len(POSITIONS), device=device) * 7919 + 13) % vocab_size
     positions = torch.tensor(POSITIONS, device=device).clamp(max=specs[0].max_len - 1)
@@ -67,7 +67,7 @@ def check_locality(
 
 
 def _batch(tokens: torch.Tensor, positions: torch.Tensor, slot: int) -> ForwardBatch:
-    """A batch with what a model may use of it; all tokens are written to one slot that is never read."""
+    """A batch with the fields that a model may use; all tokens are written to one slot that is never read."""
     nothing: Any = torch.zeros(0, dtype=torch.int32, device=tokens.device)
     no_host = np.zeros(0, np.int32)
     return ForwardBatch(

@@ -15,7 +15,7 @@ PATTERN = (
     " prefixes are not served"
 )
 MAX_POSITIONS = 1 << 20
-"""Positions that are compared at most."""
+"""Maximum positions that are compared."""
 
 
 def sliding_window(mask: MaskFunction, max_len: int) -> int | None:

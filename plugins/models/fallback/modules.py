@@ -28,7 +28,7 @@ class LinearModule(nn.Module):
 
 
 class MergedLinear:
-    """Linear modules with one input as one layer of the engine: the first that is called computes all."""
+    """Linear modules with one input as one layer of the engine: the first call computes the outputs of all."""
 
     def __init__(self, linear: Linear, sizes: Sequence[int]) -> None:
         """sizes: outputs of each module, of this rank."""
@@ -38,7 +38,7 @@ class MergedLinear:
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """The output of one of the modules. Nothing is kept when the last has been asked for."""
+        """The output of module number `index`. Nothing is kept after the call for the last module."""
         if self._input is not x:
             self._input = x
             self._outputs = self._linear(x).split_with_sizes(self._sizes, -1)
@@ -131,7 +131,7 @@ class AttentionModule(nn.Module):
         self._calls = calls
 
     def forward(self, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> tuple[torch.Tensor, None]:
-        """hidden_states: [1, tokens, hidden_size] -> the same shape, and no weights. The rest is the pass's."""
+        """hidden_states: [1, tokens, hidden_size] -> the same shape, and no attention weights. Ignores the rest."""
         run, _, _ = self._calls.next_call(self)
         attended = self._attention(run, self._qkv(hidden_states[0]), self._calls.angles(self._rotary, run))
         return self._output(attended)[None], None

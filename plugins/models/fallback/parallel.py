@@ -96,8 +96,8 @@ def check_heads(blueprint: Blueprint, plan: ParallelPlan, layers: LayerFactory, 
         children = [f"{call.module}.{name}" for name, _ in modules[call.module].named_children()]
         if not any(plan.style(name) == "colwise" for name in children):
             raise ConfigError(
-                f"the tensor-parallel plan of transformers gives every rank all heads of {call.module}, and the KV"
-                " cache of a rank has its own; use --tensor-parallel 1"
+                f"the tensor-parallel plan of transformers gives every rank all heads of {call.module}, but the KV"
+                " cache of a rank holds only its own; use --tensor-parallel 1"
             )
         for attribute in HEAD_ATTRIBUTES:
             found = getattr(modules[call.module], attribute, None)

@@ -36,7 +36,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @frozen(kw_only=True)
 class FoundNorm:
-    """weight * x / rms(x), over the last dimension."""
+    """A module that computes weight * x / rms(x) over the last dimension."""
 
     name: str
     size: int
@@ -45,7 +45,7 @@ class FoundNorm:
 
 @frozen(kw_only=True)
 class FoundGated:
-    """down(act(gate(x)) * up(x)). Names of the linear modules."""
+    """A module that computes down(act(gate(x)) * up(x)), and the names of its linear modules."""
 
     name: str
     gate: str
@@ -56,7 +56,7 @@ class FoundGated:
 
 @frozen(kw_only=True)
 class FoundAttention:
-    """Projections, norm of heads, rotation of halves, attention, output projection. Names of the modules."""
+    """A module of projections, norm of heads, rotation of halves, attention and output projection; their names."""
 
     name: str
     layer: int
@@ -186,7 +186,7 @@ def find_attention(
 
 
 class _Fixed(nn.Module):
-    """Stands in for a linear module: returns a given tensor; without one its input."""
+    """Stands in for a linear module: returns a given tensor, or its input if there is none."""
 
     def __init__(self, result: torch.Tensor | None) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def _with_weight(module: Any, draw: Callable[..., torch.Tensor]) -> Any:
 
 
 def _draws() -> Callable[..., torch.Tensor]:
-    """A function that draws a tensor of a shape, each time another."""
+    """A function that draws a random tensor of a shape, a new one per call."""
     generator = torch.Generator().manual_seed(0)
     return lambda *shape: torch.randn(shape, generator=generator)
 

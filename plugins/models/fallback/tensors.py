@@ -1,4 +1,4 @@
-"""Layers by which the loader fills modules that run as the library wrote them, and the layer that is filled last."""
+"""Layers by which the loader fills modules that run as the library wrote them, and a layer to be filled last."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ModuleTensor(Layer):
 
 
 class ConvertedTensors(Layer):
-    """Tensors of the model that the library makes of several of the checkpoint, or several of one."""
+    """Tensors of the model that the library converts from the checkpoint's, several to one or one to several."""
 
     def __init__(self, conversion: Conversion, places: Mapping[str, tuple[nn.Module, str, str]]) -> None:
         """places: name in the model -> its module, attribute and dtype."""
@@ -66,7 +66,7 @@ class ConvertedTensors(Layer):
 
 
 class AfterLoading(Layer):
-    """What is done when all weights are there. Record it last."""
+    """Calls a function once all weights are loaded. Record it last."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish

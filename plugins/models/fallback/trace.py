@@ -82,7 +82,7 @@ def _blueprint(text: str) -> Blueprint:
 
 @define
 class _Noted:
-    """What one traced pass has done."""
+    """The record of one traced pass."""
 
     max_len: int
     windows: dict[int, tuple[MaskFunction, int | None]] = field(factory=dict)
@@ -91,7 +91,7 @@ class _Noted:
     inputs: dict[str, list[torch.Tensor]] = field(factory=dict)
     """Linear module -> its inputs."""
     kept: set[str] = field(factory=set)
-    """Linear modules that are more than linear layers: of another dtype than the model's, or whose weight is read."""
+    """Linear modules not to replace: of another dtype than the model's, or whose weight other code reads."""
     waits: str | None = None
     hidden_size: int = 0
 
@@ -140,7 +140,7 @@ def _run(model: Any, max_len: int, *, masked: bool) -> _Noted:
 
 
 class _WatchedLinear(torch.nn.Linear):
-    """A linear module that says when its weight is read, other than by its own forward."""
+    """A linear module that reports reads of its weight other than by its own forward."""
 
     note_read: Callable[[], None]
 
@@ -210,7 +210,7 @@ def _note_call(
 
 
 class _Waits(TorchFunctionMode):
-    """Answers what the host reads of tensors without numbers with zeros, and notes that the forward waits for them."""
+    """Answers the host's reads of meta tensors with zeros, and notes the first operation that waits for the device."""
 
     def __init__(self, noted: _Noted) -> None:
         super().__init__()

@@ -323,7 +323,7 @@ def test_ranks_meet_at_the_address_of_a_meeting_point() -> None:
 
 
 def test_meeting_point_errors_if_the_address_is_foreign_or_unreachable() -> None:
-    with pytest.raises(ExecutorError, match=r"cannot meet at 203\.0\.113\.1, which is no address of this host: "):
+    with pytest.raises(ExecutorError, match=r"cannot meet at 203\.0\.113\.1, which is not an address of this host: "):
         MeetingPoint("203.0.113.1")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         free = listening.getsockname()[1]

@@ -51,8 +51,8 @@ def test_the_first_byte_tells_a_call_from_a_step(number: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"a": object()}, "the arguments of name are no plain data: .*object"),
-        ({"a": 2**70}, "the arguments of name are no plain data"),
+        ({"a": object()}, "the arguments of name are not plain data: .*object"),
+        ({"a": 2**70}, "the arguments of name are not plain data"),
         ({"a": b"x" * MAX_CALL_BYTES}, f"the arguments of name take .* at most {MAX_CALL_BYTES}"),
     ],
 )

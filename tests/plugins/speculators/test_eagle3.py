@@ -195,7 +195,7 @@ def test_engine_refuses_a_model_as_heads_and_heads_as_a_model(target: Path, tmp_
     write_heads(tmp_path)
     with pytest.raises(PluginError, match=r"is not of EAGLE-3 heads"):
         build(target, target)
-    with pytest.raises(PluginError, match=r"has EAGLE-3 heads, which are no model; use the speculator eagle3"):
+    with pytest.raises(PluginError, match=r"has EAGLE-3 heads, which are not a model; use the speculator eagle3"):
         build(target, tmp_path, speculator="draft_model")
 
 
