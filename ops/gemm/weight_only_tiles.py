@@ -14,8 +14,8 @@ from engine.ops.gemm.packed_layout import SPANS, WeightLayout
 from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, MAX_SPLIT_TILES
 
 WEIGHT_ONLY_MAX_ROWS = 256
-"""Up to this many rows of x, a WeightOnlyTile is faster than to dequantize the whole matrix to memory and multiply by
-cuBLAS."""
+"""Up to this many rows of x, a WeightOnlyTile is faster than dequantizing the whole matrix to memory and multiplying
+by cuBLAS."""
 MAX_SPLITS = 16
 MAX_POLLED_SUMS = 2**21
 """Partial sums of all programs together that there is room for if they are polled (split_k_polling.py)."""
@@ -167,7 +167,7 @@ class PersistentTile:
         return self.columns // 64
 
     def programs(self, weight_rows: int, blocks: int, rows: int, most: int) -> int:
-        """Number of programs, `most` at most: as few as take no longer."""
+        """Number of programs, at most `most`: the fewest that take no longer."""
         tiles = -(-weight_rows // self.rows) * -(-rows // self.columns)
         if tiles >= most:
             return most
@@ -215,7 +215,8 @@ PREFETCHED_BLOCKS = {8: 4, 4: 8}
 """By bits of a weight: blocks of each row that FINE_TILE prefetches of small weights."""
 SMALL_TILE = WeightOnlyTile(rows=64, columns=UNMEASURED_MAX_ROWS, warps=4, stages=6)
 LARGE_TILE = WeightOnlyTile(rows=128, columns=UNMEASURED_MAX_ROWS, warps=4, stages=4)
-"""Where there is at least one program per multiprocessor: without splits for a W8Layout, with for a GroupedLayout."""
+"""Used where it has at least one program per multiprocessor: without splits for a W8Layout, with splits for a
+GroupedLayout."""
 WARP_PAIRS = 128
 """Pairs of words of a row of W per warp of a WeightOnlyVectorTile: four per thread."""
 MAX_VECTOR_BYTES = 2**24
