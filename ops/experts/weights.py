@@ -44,7 +44,7 @@ class WeightFormat:
         return self.kind in ("int4", "fp4")
 
     def block_k(self, wanted: int) -> int:
-        """Inputs per iteration of the GEMM, where that many are wanted."""
+        """Inputs per iteration of the GEMM: `wanted`, or BLOCK where scales are per block or group of inputs."""
         return wanted if self.kind in ("plain", "channel") else BLOCK
 
 
