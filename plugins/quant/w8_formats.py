@@ -26,7 +26,7 @@ class FormatSource(ABC):
 
     @property
     def has_lm_head(self) -> bool:
-        """Whether `format` speaks of the output layer too. False: the output layer is never quantized."""
+        """Whether `format` covers the output layer too. False: the output layer is never quantized."""
         return False
 
     @abstractmethod
