@@ -60,10 +60,10 @@ class Format:
     form: WeightFormat
     quantized: torch.dtype | None = None
     entry: int = 0
-    """Of 4-bit weights: each entry of their scales."""
+    """Of 4-bit weights: the value of each entry of their scales."""
 
     def matrices(self, experts: int, outputs: int, inputs: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Random values, and what belongs to them, by the ends of their names."""
+        """Random values, and their scales and factors, by the ends of their names."""
         form = self.form
         if form.is_4bit:
             blocks = -(-inputs // BLOCK_INPUTS)
