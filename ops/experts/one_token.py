@@ -33,7 +33,7 @@ class RowsTile:
 
 
 GATE_UP = {size: RowsTile(outputs=4 // size, block_k=2048, warps=4) for size in (1, 2, 4)}
-"""By the bytes of a weight."""
+"""Bytes of a weight -> tile of the first kernel."""
 DOWN = RowsTile(outputs=4, block_k=256, warps=4)
 DOWN_REGISTERS = 128
 """Maximum registers per thread of the second kernel, so that a multiprocessor runs four programs: with 132

@@ -47,7 +47,7 @@ EVEN_SPLITS_MAX_ROWS = 32
 EVEN_PROGRAMS_PER_SM = (1, 2)
 """Maximum programs per multiprocessor of such splits, which are distributed evenly."""
 TRIED_AHEAD = {8: 2, 4: 8}
-"""By bits of a weight: number of blocks to try prefetching, for more rows of x than FINE_TILE serves."""
+"""Bits of a weight -> number of blocks to try prefetching, for more rows of x than FINE_TILE serves."""
 MIN_ROWS_DOUBLED = 128
 """From this many rows of x on, twice as many splits are tried too: a multiprocessor may run two programs faster than
 one."""
@@ -100,7 +100,7 @@ def _tensor_core_candidates(shape: WeightOnlyShape, rows: int, sms: int, shared:
 
 
 def prefetching(tile: WeightOnlyTile, shape: WeightOnlyShape) -> list[WeightOnlyTile]:
-    """The same tile with prefetching, for small weights."""
+    """The same tile with prefetching, for small weights; empty for large ones."""
     is_tried = shape.weight_bytes < SMALL_WEIGHTS and not tile.ahead
     return [evolve(tile, ahead=TRIED_AHEAD[shape.layout.bits])] if is_tried else []
 

@@ -37,9 +37,9 @@ KEYS = QuantKeys(
     },
     without_effect=BY_PROGRAM | {"is_checkpoint_fp8_serialized"},
 )
-"""Of quant_method fp8."""
+"""Keys of quant_method fp8."""
 FBGEMM_KEYS = QuantKeys(read=frozenset({*UNQUANTIZED, "activation_scale_ub"}))
-"""Of quant_method fbgemm_fp8."""
+"""Keys of quant_method fbgemm_fp8."""
 
 
 @frozen(kw_only=True)

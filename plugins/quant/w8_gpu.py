@@ -155,7 +155,7 @@ class DequantizeEachCallKernel(W8GpuKernel):
     """For GPUs without float8: weights are dequantized at each call."""
 
     def fused_input_quantization(self) -> FusedInputQuantization | None:
-        """None: activations are not quantized."""
+        """None, as activations are not quantized."""
         return None
 
     def autotuned_calls(

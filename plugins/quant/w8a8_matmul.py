@@ -186,7 +186,7 @@ class W8A8Matmul:
         bias: torch.Tensor | None,
         tile: W8A8Tile | None,
     ) -> torch.Tensor:
-        """As the call, by a given tile."""
+        """As `__call__`, by a given tile."""
         dtype, scale = weights["weight"].dtype, weights.get("input_scale")
         quantized, x_scale = quantize_rows(x, dtype, scale=scale, scaling=self.scaling)
         return self.multiply_quantized(quantized, x_scale, weights, bias, tile)
@@ -232,7 +232,7 @@ class W8A8Matmul:
         weights: Mapping[str, torch.Tensor],
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """By torch's kernel for 1 x 128 and 128 x 128 blocks.
+        """Multiply by torch's kernel for scales of 1 x 128 and 128 x 128 blocks.
 
         x_scale: [blocks, rows rounded up]. The kernel reads as many rows of x as there are scales.
         """
