@@ -48,7 +48,7 @@ def find_first_key(first_position, window, WINDOWED: gl.constexpr):
 def key_ranges(begin, end, first_position, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr, WINDOWED: gl.constexpr):
     """First key of the last block between `begin` and `end`, and first key that needs a mask, a multiple of BLOCK_N.
 
-    TOKENS: number of the tile's tokens before the rows that the mask is for.
+    TOKENS: number of the tile's tokens before the first row of this half.
     """
     last = begin + (end - begin - 1) // BLOCK_N * BLOCK_N
     whole = begin
