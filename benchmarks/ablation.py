@@ -1,4 +1,4 @@
-"""What each optimisation is worth: times of decode steps, and output tokens per second, with one changed at a time.
+"""What each optimization is worth: times of decode steps, and output tokens per second, with one changed at a time.
 
     python benchmarks/ablation.py [--model llama-3.1-8b] [--prefix h200] [--only LABEL,...] [--set KEY=VALUE ...]
 
