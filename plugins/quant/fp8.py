@@ -51,7 +51,7 @@ class Fp8Options(ActivationOptions):
 
 
 class Fp8(W8Method[Fp8Options]):
-    """float8 weights: half the bytes of 16-bit weights to read, and from compute capability 8.9 on twice their rate."""
+    """float8 weights: half the bytes of 16-bit weights, and from compute capability 8.9 on twice their matmul rate."""
 
     name: ClassVar[str] = "fp8"
     options_class: ClassVar[type | None] = Fp8Options
