@@ -1,9 +1,9 @@
-"""What each optimisation is worth: decode steps and output tokens a second with one of them changed at a time.
+"""What each optimization is worth: times of decode steps, and output tokens per second, with one changed at a time.
 
     python benchmarks/ablation.py [--model llama-3.1-8b] [--prefix h200] [--only LABEL,...] [--set KEY=VALUE ...]
 
 Each variant runs in a process of its own, with random weights. Writes benchmarks/results/PREFIX-ablation.json; `make
-docs` makes the table. What a machine or plugin refuses is noted under "refused" with its sentence.
+docs` makes the table. A variant that the machine or a plugin refuses is listed under "refused", with the message.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def main() -> None:
             machine, settings = found["machine"], settings or found["settings"]
         print(f"{label}: {refused.get(label, 'measured')}", file=sys.stderr)
     if not rows:
-        sys.exit("error: no variant could be measured; their own words are above")
+        sys.exit("error: no variant could be measured; the refusals are above")
     write(
         arguments.results / f"{arguments.prefix}-ablation.json",
         report("ablation", machine, rows, settings | {"refused": refused}),

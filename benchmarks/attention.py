@@ -153,7 +153,7 @@ class Bench:
 
 
 class Projections:
-    """What a layer launches around attention, by weights of its own."""
+    """The kernels that a layer launches around attention, each layer with weights of its own."""
 
     def __init__(self, bench: Bench) -> None:
         from engine.ops.attention.rope_and_cache import angles
@@ -391,7 +391,7 @@ def main() -> None:
     parser.add_argument("--kv-dtype", default="bfloat16", help="type of keys and values")
     parser.add_argument("--prefill", default="16x2048", help="sequences x length, or 0x0 for none")
     parser.add_argument(
-        "--tune", action="store_true", help="try the launches of the Triton kernels; the best 3 a shape"
+        "--tune", action="store_true", help="try launch parameters of the Triton kernels; the best 3 per shape"
     )
     parser.add_argument("--json", type=Path, help="write the results")
     options = parser.parse_args()

@@ -2,8 +2,8 @@
 
     python benchmarks/compare_transformers.py [--model DIR] [--json benchmarks/results/cpu-transformers.json]
 
-transformers gets all requests in one left-padded batch, which runs until the longest is done; one after the other it
-is slower by far. Only the tokens that were asked for count.
+transformers gets all requests in one left-padded batch, which runs until the longest is done; with one request after
+the other it is slower by far. Only the tokens that were asked for count.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def compare(served: Engine, baseline: Baseline, load: Load, repeat: int) -> dict[str, float]:
-    """Median output tokens a second of each way to run the load, the ways taken in turn."""
+    """Median output tokens per second of each way to run the load, the ways taken in turn."""
     requests = list(load.requests(served.vocab_size))
     prompts = [request.prompt for request in requests]
     outputs = [wanted for _, wanted in load.lengths]
@@ -82,7 +82,7 @@ def compare(served: Engine, baseline: Baseline, load: Load, repeat: int) -> dict
 
 
 def same_tokens(served: Engine, baseline: Baseline, load: Load) -> int:
-    """How many requests of the load give the very tokens of transformers, each alone, under the engine's batching."""
+    """Number of requests whose tokens in the engine's batches equal those that transformers gives for each alone."""
     requests = list(load.requests(served.vocab_size, "check-"))
     got: dict[str, list[int]] = {request.id: [] for request in requests}
     for request in requests:

@@ -6,7 +6,7 @@
 Weights are random and rotate over COPIES layers, whose weights no cache holds; tokens choose experts at random. The
 tiles are tuned first, as at an engine's start. The floor is the larger of two times: to read the weights of the experts
 that are chosen at BANDWIDTH, and to multiply at RATE (of 8-bit activations twice that). A whole model's step takes its
-layers times this, and attention, projections and the output layer besides:
+layers times this, plus attention, projections and the output layer:
 
     engine bench --model DIR --load-format dummy    (DIR from benchmarks/models.py, models qwen3-30b-a3b, gpt-oss-20b)
 """
@@ -60,10 +60,10 @@ class Format:
     form: WeightFormat
     quantized: torch.dtype | None = None
     entry: int = 0
-    """Of 4-bit weights: each entry of their scales."""
+    """Of 4-bit weights: the value of each entry of their scales."""
 
     def matrices(self, experts: int, outputs: int, inputs: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Random values, and what belongs to them, by the ends of their names."""
+        """Random values, and their scales and factors, by the ends of their names."""
         form = self.form
         if form.is_4bit:
             blocks = -(-inputs // BLOCK_INPUTS)

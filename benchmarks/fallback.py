@@ -93,7 +93,7 @@ def main() -> None:
         command += [f"--set={text}" for text in arguments.given] + ["--small"] * arguments.small
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
-            sys.exit(f"error: the process of {plugin} ended with status {done.returncode}; its own words are above")
+            sys.exit(f"error: the process of {plugin} ended with status {done.returncode}; its error is above")
         found.append(json.loads(done.stdout.splitlines()[-1]))
     native, fallback = ([Row(**row) for row in one["rows"]] for one in found)
     compared = shares(native, fallback)

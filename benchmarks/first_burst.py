@@ -3,8 +3,8 @@
     python benchmarks/first_burst.py [--cases qwen3-0.6b:256:replicas=2,llama-3.1-8b:64:tp=2] [--json FILE]
 
 A case is MODEL:REQUESTS[:replicas=N | :tp=N]. Each starts a server and sends all requests as soon as the server
-listens: 512 random prompt tokens, 64 output tokens, temperature 1. The later bursts take what their prompts take; if
-the first takes longer, the start left something to be compiled or captured. Random weights.
+listens: 512 random prompt tokens, 64 output tokens, temperature 1. The later bursts take as long as their prompts take;
+if the first takes longer, the start left something to be compiled or captured. Random weights.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def store(k: torch.Tensor, v: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor, KVScales]:
-    """What a cache stores of keys and values, [heads, context, dim] each, and its scales: `factor` times the calibrated
+    """Keys and values as a cache stores them, [heads, context, dim] each, and its scales: `factor` times the calibrated
     ones."""
     context = k.shape[1]
     key, value = (factor * float(part.abs().max()) / FLOAT8_MAX for part in (k, v))

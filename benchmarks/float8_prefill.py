@@ -4,10 +4,10 @@
 
 Both are the Triton backend, with prefill_dtype auto and fp8; times include the conversion of keys and values. Random
 queries, keys and values of a normal distribution, heads of 128, 32/8 heads. Errors are those of the last 128 tokens of
-a context, relative to attention in float64 over what the cache stores, as norms over all outputs; next to them that of
-storing keys and values, relative to attention over them before, with calibrated scales as in float8_error.py.
-Sharpness is the standard deviation of the scores: real models have 1 to 4. A needle is a key with half the weight of
-one token, whose error alone is given then.
+a context, relative to attention in float64 over what the cache stores, as norms over all outputs; next to them the
+error of storing keys and values, relative to attention over the original ones, with calibrated scales as in
+float8_error.py. Sharpness is the standard deviation of the scores: real models have 1 to 4. A needle is a key that has
+half of the last token's weight; its rows give the error of that token alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPES = ("auto", "fp8")
 
 @frozen(kw_only=True)
 class Errors:
-    """Relative errors of one case; of 16 bits and float8."""
+    """Relative errors of one case: of storing, of prefill in 16 bits, and of prefill in float8."""
 
     case: str
     stored: float
@@ -107,7 +107,7 @@ def measure_errors() -> Iterator[Errors]:
             bench = Bench.make(HEADS, [(context - NEW, NEW)], 1, FLOAT8)
             q = bench.q * sharpness
             k, v = (torch.randn(context, HEADS[1], HEAD_DIM, device="cuda") for _ in range(2))
-            # The first head of each group finds a key whose score outweighs all others together by half.
+            # The first head of each group finds a key that weighs as much as all others together.
             needle = context // 3
             direction = q[-1, :: HEADS[0] // HEADS[1]].float()
             score = torch.tensor(float(context)).log() + sharpness**2 / 2

@@ -6,7 +6,7 @@
 "On" is the engine with its defaults, but without prefix cache, unless the name of the gain says otherwise; "off"
 changes a setting, or replaces one function by a plain way of doing the same (`known_gains_off.py`). Each case has a
 process of its own, and runs once per round, even if several gains share it; the median of the rounds counts. A case
-that the engine refuses is listed under "refused", with the sentence.
+that the engine refuses is listed under "refused", with the message.
 
 Loads: decode (many requests of 128 tokens in and 128 out), text (the same from text to text, in one process), prefix
 (requests that share a long prompt), arrivals (long prompts that arrive while others decode).
@@ -207,7 +207,7 @@ LOADS: dict[str, Callable[[Engine, Case, Sizes], Figures]] = {
 
 
 def run_case(arguments: argparse.Namespace, name: str, side: str) -> dict[str, Any]:
-    """Measure one side of a gain in a process of its own: what `measure` returns, or {"refused": sentence}."""
+    """Measure one side of a gain in a process of its own: what `measure` returns, or {"refused": message}."""
     options = ["--here", "--only", name, "--side", side, "--model", arguments.model, "--size", arguments.size]
     return run_in_own_process(__file__, [*options, *(f"--set={text}" for text in arguments.given)])
 
@@ -224,7 +224,7 @@ class Runs:
 
     @property
     def refused(self) -> str:
-        """The sentence of the engine that refuses it; "" if it runs."""
+        """The message with which the engine refuses the case; "" if it runs."""
         sentence: str = self.results[-1].get("refused", "")
         return sentence
 
@@ -297,7 +297,7 @@ def main() -> None:
             print(f"{row.case or '':48} {row.metric:40} {row.value:12,.1f} {row.unit}", flush=True)
         rows += measured
     if not rows:
-        sys.exit("error: no gain could be measured; the sentences are above")
+        sys.exit("error: no gain could be measured; the refusals are above")
     if arguments.json:
         settings |= {"model": arguments.model, "size": arguments.size, "repeat": arguments.repeat}
         settings |= {"given": arguments.given, "refused": refused}

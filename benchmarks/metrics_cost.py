@@ -1,4 +1,4 @@
-"""Measures what metrics, KV events, traces and a profile cost a server under load: output tokens a second.
+"""Measures what metrics, KV events, traces and a profile cost a server under load: output tokens per second.
 
     python benchmarks/metrics_cost.py [--servers off,default,sampled,everything] [--concurrency 64,256] [--rounds 5]
         [--seconds 2.5] [--model qwen3-0.6b | demo] [--set KEY=VALUE ...] [--json FILE]
@@ -127,7 +127,7 @@ class Measured:
     """What one load has shown."""
 
     rate: float
-    """Output tokens a second while all connections are busy."""
+    """Output tokens per second while all connections are busy."""
     processor: float
     """Microseconds of the server's processor time per output token."""
 

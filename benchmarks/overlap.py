@@ -116,7 +116,7 @@ class Attention:
         self.config = next(config for limit, config in configs if batch <= limit)
 
     def calls(self, config: DecodeConfig, multiprocessors: int | None = None) -> list[Launch]:
-        """One call per layer. multiprocessors: that the programs are for, no more than run at a time; None: all."""
+        """One call per layer. multiprocessors: number of them that the programs fill; None: all."""
         programs = None
         if multiprocessors is not None:
             programs = multiprocessors * config.programs_per_sm * config.fold // HEADS[1]

@@ -12,7 +12,7 @@ from engine.core.errors import EngineError
 
 
 def run_in_own_process(script: str, options: Sequence[str]) -> dict[str, Any]:
-    """Run a script that ends with `print_result`; what that printed, or {"refused": sentence}."""
+    """Run a script that ends with `print_result`; what that printed, or {"refused": message}."""
     done = subprocess.run([sys.executable, script, *options], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         return {"refused": f"the process ended with status {done.returncode}"}
@@ -21,7 +21,7 @@ def run_in_own_process(script: str, options: Sequence[str]) -> dict[str, Any]:
 
 
 def print_result(measure: Callable[[], dict[str, Any]]) -> None:
-    """Print what `measure` returns as JSON; {"refused": sentence} when the engine refuses the case."""
+    """Print what `measure` returns as JSON; {"refused": message} if the engine refuses the case."""
     try:
         result = measure()
     except EngineError as error:

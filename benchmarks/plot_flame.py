@@ -1,4 +1,4 @@
-"""Draws a process of a page that `engine profile flame` has written as an SVG, for the documentation.
+"""Draws one process of a page of `engine profile flame` as an SVG, for the documentation.
 
 python benchmarks/plot_flame.py flame.html --process "worker 0" --output docs/img/flame-tp2.svg
 """

@@ -153,7 +153,7 @@ def measure(chain: Chain, rows: int, timer: GraphTimer) -> None:
 
     default = {name: chain.default(name, rows) for name in chain.shapes}
     floor = chain.nbytes / BANDWIDTH * 1e6
-    print(f"{rows} rows: {seconds(default) * 1e6:.1f} us a block, reading takes {floor:.1f}", flush=True)
+    print(f"{rows} rows: {seconds(default) * 1e6:.1f} us per block, reading takes {floor:.1f}", flush=True)
     for name in chain.shapes:
         timed = []
         for tile in chain.tiles(name, rows):

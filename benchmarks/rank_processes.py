@@ -23,5 +23,5 @@ def run_ranks(script: str, ranks: int, options: Sequence[str], directory: Path) 
     ]
     codes = [process.wait() for process in started]
     if any(codes):
-        sys.exit(f"error: {ranks} ranks ended with exit codes {codes}; their own words are above")
+        sys.exit(f"error: {ranks} ranks ended with exit codes {codes}; their errors are above")
     return [json.loads(result.read_text()) for result in results]

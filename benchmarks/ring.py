@@ -40,25 +40,25 @@ Receive = Callable[[], bytes]
 
 
 class Transport(ABC):
-    """One way to bring a message to all readers. The constructor runs before the processes part."""
+    """One way to bring a message to all readers. The constructor runs before the fork."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
     @abstractmethod
     def writer(self) -> Send:
-        """In the writer's process."""
+        """The function that sends; called in the writer's process."""
 
     def announce(self) -> None:  # noqa: B027
-        """In the writer's: a message follows soon. Most transports cannot say so."""
+        """Announce, in the writer's process, that a message follows soon. Most transports cannot."""
 
     @abstractmethod
     def reader(self, index: int) -> Receive:
-        """In a reader's."""
+        """The function that receives; called in the process of reader `index`."""
 
 
 class RingTransport(Transport):
-    """Ours."""
+    """The engine's ring."""
 
     def __init__(self, size: int, implementation: str = "futex", **spin: int) -> None:
         super().__init__(size)
@@ -76,7 +76,7 @@ class RingTransport(Transport):
 
 
 class SpinTransport(Transport):
-    """A ring in Python whose readers look at the counter again and again, and yield in between."""
+    """A ring in Python whose readers poll the counter, and yield in between."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -155,7 +155,7 @@ TRANSPORTS: dict[str, Callable[[int], Transport]] = {
 
 @define
 class Figures:
-    """Of one transport and interval."""
+    """The measurements of one transport and interval."""
 
     hops: list[int] = Factory(list)
     """ns, one for each message and reader."""
@@ -186,21 +186,21 @@ def read(receive: Receive, messages: int, out: memoryview) -> None:
 
 
 def keep_to_core(place: int) -> None:
-    """For this process, the writer (0) or a reader (from 1 on): as far from the others' as there are cores."""
+    """Pin this process, the writer (0) or a reader (from 1 on), to a core as far from the others' as cores allow."""
     apart = len(CORES) // (1 + READERS)
     if apart:
         os.sched_setaffinity(0, {CORES[place * apart]})
 
 
 def work(until: int) -> None:
-    """As an engine does between two steps, until time.monotonic_ns() is `until`."""
+    """Spin until time.monotonic_ns() is `until`, in place of an engine's work between two steps."""
     while time.monotonic_ns() < until:
         pass
 
 
 @frozen
 class Pace:
-    """Of the writer, in microseconds."""
+    """The pace of the writer, in microseconds."""
 
     interval: int
     """Between two messages, at least."""

@@ -113,7 +113,7 @@ class Round:
             self.dawdle(dice)
 
     def play(self) -> str:
-        """Run it; returns what was done to whom. Raises Failure."""
+        """Run the round; returns who was to be killed, and whether anyone was. Raises Failure."""
         ring = Ring.create(
             readers=self.readers,
             slots=self.slots,
@@ -189,7 +189,7 @@ def fork(part: Callable[[], int]) -> int:
 
 
 def names() -> set[str]:
-    """Of rings in /dev/shm."""
+    """Names of the rings in /dev/shm."""
     return {path.name for path in Path("/dev/shm").glob("ring-*")}
 
 
@@ -198,7 +198,7 @@ def open_files() -> int:
 
 
 def main() -> None:
-    """Play, and print or write what was done."""
+    """Run the rounds, and print or write what happened in them."""
     known = [one.implementation for one in IMPLEMENTATIONS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=300, help="of each implementation")

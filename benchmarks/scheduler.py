@@ -122,7 +122,7 @@ def answer(step: Step) -> StepResult:
 
 
 class Constant(Speculator[None]):
-    """Proposes as many tokens as may be, always the same."""
+    """Proposes `limit` tokens, always the same one."""
 
     api = "1"
 

@@ -13,8 +13,8 @@ did.
 the time of a step. `equal` is the share of requests with the tokens of plain decoding.
 
 With --speculator ngram or suffix, the prompts are Python files, each followed by its own beginning, which a model that
-completes code repeats; --acceptance then has no meaning. A first run, which does not count, fills the prefix cache, and
---length auto learns in it what the case before did not have; its rate is reported apart.
+completes code repeats; --acceptance then has no meaning. A first run, which does not count, fills the prefix cache and
+lets --length auto adapt to the case; its rate is reported separately.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Scripted(Speculator[None]):
 
     api = "1"
     by_prompt: ClassVar[dict[tuple[int, ...], Sequence[int]]] = {}
-    """Outputs."""
+    """Prompt -> output."""
     outputs: ClassVar[dict[str, Sequence[int]]] = {}
-    """By request."""
+    """Request id -> output."""
     acceptance: ClassVar[float] = 0.0
 
     def propose(self, sequence: SpeculatedSequence, limit: int) -> Sequence[int]:

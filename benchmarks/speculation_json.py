@@ -12,8 +12,8 @@ nothing itself, so that only tokens that the grammar forces are drafts; with the
 With --together the cases of a batch take turns, each in an engine of its own that stays: on a machine that does other
 work too, and with a small model. `tokens per step` is how many tokens a request gains in a step, `accepted` the share
 of the verified drafts. `equal` is the share of requests with the tokens of plain decoding: 1 in float32; in shorter
-types logits may differ in the last bit with the number of rows. All cases have the same prompts, others in each run; a
-first run, which does not count, is what `suffix` first learns from.
+types logits may differ in the last bit with the number of rows. All cases have the same prompts, which differ from
+run to run; a first run, which does not count, is what `suffix` first learns from.
 """
 
 from __future__ import annotations

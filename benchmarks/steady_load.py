@@ -1,6 +1,6 @@
 """Runs a load of equal requests so that its steady state begins soon, and finds the window of that state.
 
-The first requests are of spread ages: each has a prompt longer, and an output shorter, by the tokens that a request of
+The first requests have spread ages: each has a prompt longer, and an output shorter, by the tokens that a request of
 its age would have decoded, so that contexts and ends are those of the steady state as soon as these prompts are
 computed.
 """

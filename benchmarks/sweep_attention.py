@@ -162,7 +162,7 @@ class AttentionSweep:
         cases: Sequence[AttentionCase],
         others: Sequence[AttentionCase],
     ) -> None:
-        """others: what is measured besides, by the chosen launch alone."""
+        """others: further cases, measured only by the launch that the rule chooses."""
         self._device = device
         self._dtype = dtype
         self._timer = timer
@@ -171,7 +171,7 @@ class AttentionSweep:
         self._made: dict[AttentionCase, Attention] = {}
 
     def tune(self) -> str:
-        """Compile all kernels in threads: nothing is tuned. Returns what was chosen: nothing."""
+        """Compile all kernels in threads. Returns an empty text, as no choice is tuned."""
         calls: dict[tuple[object, ...], Call] = {}
         for case in (*self._cases, *self._others):
             # A prompt's length decides which launch is chosen, but a kernel is compiled for any length.

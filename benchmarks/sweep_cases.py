@@ -56,7 +56,7 @@ class Heads:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What distances are measured by: numbers per key, query heads per KV head, size of a head."""
+        """The sizes that distances are measured by: numbers per key, query heads per KV head, size of a head."""
         return self.kv_heads * self.head_dim, self.heads // self.kv_heads, self.head_dim
 
 
@@ -74,7 +74,7 @@ class LinearShape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What distances are measured by."""
+        """The sizes that distances are measured by."""
         return self.outputs, self.inputs
 
 
@@ -188,7 +188,7 @@ class LinearCase:
         return evolve(self, shape=LinearShape(outputs=256, inputs=256, gated=self.shape.gated))
 
     def floor(self, limits: Limits) -> float:
-        """Seconds: to read and write what the norm does, and then to multiply, or to read and write what that takes."""
+        """Seconds to move the norm's operands, plus the longer of multiplying and moving the product's operands."""
         outputs, inputs = self.shape.sizes
         element = 1 if self.quantizes_input else 2
         weight = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "4bit": 0.5 + 2 / GROUP}[self.kind] * outputs * inputs
@@ -207,7 +207,7 @@ class AttentionCase:
     kind: str
     shape: Heads
     lengths: tuple[int, ...]
-    """Context lengths of the sequences; of prompts, all of whose tokens are new."""
+    """Context lengths of the sequences; in prefill all of their tokens are new."""
 
     @property
     def name(self) -> str:
@@ -233,7 +233,7 @@ class AttentionCase:
         return evolve(self, lengths=(16,))
 
     def floor(self, limits: Limits) -> float:
-        """Seconds: to multiply, or to read keys, values and queries and write the results."""
+        """Seconds: the longer of multiplying, and reading keys, values and queries and writing the results."""
         tokens, pairs = len(self.lengths), sum(self.lengths)
         if self.kind == "prefill":
             tokens, pairs = sum(self.lengths), sum(length * (length + 1) // 2 for length in self.lengths)

@@ -41,7 +41,7 @@ METHODS: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
 }
 """Kind -> name of the quantization plugin, and quantization_config of the checkpoint."""
 COLD_BYTES = 160e6
-"""Bytes of weights that are read before one is read again: three L2 caches of an H200."""
+"""Bytes of weights that are read before any are read again: three L2 caches of an H200."""
 MAX_COPIES = 128
 VECTORS = ((2, 1), (2, 2), (4, 1), (4, 2))
 """(rows of W, warps) of the weight-only vector tiles."""

@@ -24,10 +24,10 @@ class SweepTimer(Protocol):
     """Measures candidates for the tuner, and sequences of calls."""
 
     def prepare(self, wanted: Sequence[tuple[TuningTask, Sequence[Any]]]) -> None:
-        """As of the tuner's timer."""
+        """As GraphTimer.prepare."""
 
     def seconds(self, task: TuningTask, candidate: Any) -> float:
-        """As of the tuner's timer."""
+        """As GraphTimer.seconds."""
 
     def per_call(self, calls: Sequence[Call]) -> float:
         """Mean seconds of a call, if all follow one another."""

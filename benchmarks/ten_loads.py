@@ -2,12 +2,12 @@
 
     python benchmarks/ten_loads.py --seconds 15 [--loads 128/128,1000/1000] [--json FILE]
 
-Random weights and prompts, greedy, ignore_eos, no prefix cache; Llama-3.1-8B in fp8 with a float8 cache unless said. A
+Random weights and prompts, greedy, ignore_eos, no prefix cache; Llama-3.1-8B in fp8 with a float8 cache by default. A
 load is IN/OUT: prompt and output tokens of each of its requests. One engine runs all loads; each load keeps as many
 requests in flight as the cache holds at their mean context, at most --max-running, and adds one when one ends.
 
 By default a load is as published: all its requests wait at the start, and the last token ends it, which takes 50
-minutes for all ten at the published rates. --seconds and --requests are shorter. The first requests are then of spread
+minutes for all ten at the published rates. --seconds and --requests are shorter. The first requests then have spread
 ages: each has a prompt longer, and an output shorter, by the tokens that a request of its age would have decoded, so
 that contexts and ends are those of the steady state as soon as the prompts of the first requests are computed.
 
@@ -71,7 +71,7 @@ KV_DTYPE = "float8_e4m3fn"
 REQUESTS = 1_500
 """Requests of a load that is not published."""
 MAX_RUNNING = 2048
-"""Maximum sequences per step, of all loads. More than the cache holds of nine of them; 128/128 could have 4,096, but
+"""Maximum sequences per step, of all loads. For nine of them the cache holds fewer; 128/128 could have 4,096, but
 reading the weights is no limit from 174 rows on, and each further size costs a CUDA graph at start-up."""
 MEMORY_FRACTION = 0.92
 """Share of the free memory for weights, activations and cache, unless --set says otherwise."""

@@ -2,9 +2,9 @@
 
     python benchmarks/trace_cost.py [--requests 20000] [--machine NAME] [--json FILE]
 
-"recorded" is what the event loop does for a request more than without tracing: the middleware, the generation's trace,
-and the queue. "not sampled" is the same for a request that is not recorded, "encoded" what the exporter's thread does
-for a recorded one afterwards: its five spans as OTLP. Each is timed in this process by itself, without the other.
+"recorded" is what tracing adds to the event loop's work for a request: the middleware, the generation's trace, and the
+queue. "not sampled" is the same for a request that is not recorded, "encoded" what the exporter's thread does for a
+recorded one afterwards: its five spans as OTLP. Each is timed in this process by itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAST = Output(request=REQUEST.id, tokens=(1,), finish_reason="length", times=TIM
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
-    """Answers as the server does, without what it does without tracing too."""
+    """Answers as the server does, with only the work that tracing adds."""
     trace: RequestTrace | None = scope["state"].get(TRACE)
     if trace is not None:
         trace.preparing = time.monotonic()

@@ -116,7 +116,7 @@ class Conversation:
     at: int
     """Characters of `text` that are in use."""
     chars: int
-    """Of a last message."""
+    """Characters of a last message."""
 
     @classmethod
     def of_length(cls, text: str, tokens: int, count: Callable[[str], int]) -> Conversation:

@@ -1,4 +1,4 @@
-"""The rows by which vLLM and SGLang were measured (references.json), for this engine: one process a model.
+"""The rows by which vLLM and SGLang were measured (references.json), for this engine: one process per case.
 
     python benchmarks/vllm_table.py [--prefix h200] [--cases qwen3-0.6b:none,llama-3.1-8b:fp8] [--set KEY=VALUE ...]
 
@@ -27,15 +27,15 @@ REFERENCED = {
     "llama-3.1-8b:int8": "llama-3.1-8b",
     "llama-3.1-8b:w4a16": "llama-3.1-8b-w4a16",
 }
-"""MODEL:QUANT, as in the result's name -> of models.py. Of a w4a16 one config.json says how it is quantized."""
+"""MODEL:QUANT, as in the result's name -> name in models.py. A w4a16 model's config.json says how it is quantized."""
 CASES = REFERENCED | {
     "qwen3-0.6b:fp8": "qwen3-0.6b",
     "qwen3-0.6b:int8": "qwen3-0.6b",
     "qwen3-0.6b:w4a16": "qwen3-0.6b-w4a16",
 }
-"""The same with those that the others were not measured by."""
+"""The same, and cases in which vLLM and SGLang were not measured."""
 ONLINE = ("fp8", "int8")
-"""Quantized while loading, by the plugin of this name."""
+"""QUANT of cases that are quantized while loading, by the plugin of this name."""
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -116,7 +116,7 @@ def main() -> None:
         if subprocess.run(command, check=False).returncode:
             failed.append(case)
     if failed:
-        sys.exit(f"error: no result for {', '.join(failed)}; their own words are above")
+        sys.exit(f"error: no result for {', '.join(failed)}; the errors are above")
 
 
 if __name__ == "__main__":

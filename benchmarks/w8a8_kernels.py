@@ -49,7 +49,7 @@ class Product:
     x: torch.Tensor
     x_scale: torch.Tensor
     weights: list[torch.Tensor]
-    """Copies of one."""
+    """Copies of one weight."""
     scale: torch.Tensor
     workspace: Workspace
 

@@ -4,9 +4,9 @@
 
 Each case is one request at or beyond a limit. While the server handles the request, one client reads a steady stream
 and another one asks for /health every 10 ms. The worst gap between two events of the stream, less the interval of the
-engine's steps, and the slowest answer of /health are the case's figures, the best of `repeat` times where other work on
-the machine disturbs them. The engine is a stand-in that yields one token
-per request every 20 ms, so that the figures are the server's own. With --url the server is one that runs already.
+engine's steps, and the slowest answer of /health are the case's figures; with --repeat, the best of several tries, as
+other work on the machine disturbs them. The engine is a stand-in that yields one token per request every 20 ms, so that
+the figures are the server's own. With --url the server is one that runs already.
 """
 
 from __future__ import annotations

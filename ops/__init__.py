@@ -8,6 +8,6 @@ import os
 if __name__ != "engine.ops":
     raise ImportError("import this package as engine.ops (pip install -e . maps it)")
 
-# Read when Triton compiles a kernel. All are measured and tested with multiplications and additions fused, which Triton
-# 3.10 no longer does unless told; 3.9 warns of that in each process.
+# Read when Triton compiles a kernel. All kernels are measured and tested with multiplications and additions fused,
+# which Triton 3.10 does only on request; 3.9 warns of that change in each process.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

@@ -104,7 +104,7 @@ def contract_reference(root: Path = ROOT) -> str:
 
 
 def public_names(file: Path) -> set[str]:
-    """The names of a file that a plugin may import: those that its room exports; of a file of core all public ones."""
+    """Names of a file that plugins may import: its package's exports; of a file of core itself all public ones."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     if file.parent.name == "core":
         documented = {name_of(node) for place, node in enumerate(tree.body) if has_docstring(tree.body, place)}
@@ -139,7 +139,7 @@ def has_docstring(body: list[ast.stmt], place: int) -> bool:
 
 
 def undescribed_classes(root: Path, room: Path) -> dict[str, ast.ClassDef]:
-    """The classes of a room that have no place of their own in the reference, by name."""
+    """The classes of a package that have no section of their own in the reference, by name."""
     pages = {root / file for files in PAGES.values() for file in files}
     return {
         node.name: node
@@ -157,7 +157,7 @@ def heading(node: ast.stmt, package: str) -> str:
 def describe(node: ast.ClassDef | ast.FunctionDef, package: str, classes: dict[str, ast.ClassDef]) -> str:
     """One class or function: where it is imported from, what it is, its attributes and its methods.
 
-    classes: those whose members are described with the classes derived of them.
+    classes: base classes whose members are described with the classes derived from them.
     """
     title = heading(node, package)
     if isinstance(node, ast.FunctionDef):
@@ -186,9 +186,9 @@ def lineage(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[as
 
 
 def is_described(node: ast.FunctionDef, of: ast.ClassDef, *, own: bool) -> bool:
-    """Whether a method of a class has a place in the reference: not an override that its base class describes.
+    """Whether a method of a class is in the reference: not an override that its base class describes.
 
-    own: of the class itself, whose constructor has a place too.
+    own: whether `of` is the class described, not a base class; its constructor is in the reference too.
     """
     if node.name == "__init__":
         return own

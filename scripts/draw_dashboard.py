@@ -23,7 +23,7 @@ from tests.prometheus.prometheus_server import filled  # noqa: E402
 from tests.prometheus.test_prometheus_scrape import DASHBOARD, DASHBOARD_OPTIONS, scraped  # noqa: E402
 
 SECONDS = 25
-"""Of load after the first requests."""
+"""Seconds of load after the first requests."""
 COLUMNS = 4
 
 

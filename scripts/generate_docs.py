@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VERDICTS = ROOT / "scripts" / "architectures" / "verdicts.json"
 FAMILIES = ROOT / "tests" / "plugins" / "models" / "families.py"
 MAX_DIFFERENCE = 1e-5
-"""Relative norm of a difference of float32 logits that rounding may make."""
+"""Relative norm of a difference between float32 logits below which rounding explains the difference."""
 MAX_REFUSAL = 160
 """Characters of a refusal in a table."""
 

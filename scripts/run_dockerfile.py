@@ -40,7 +40,7 @@ class Stage:
         self.command: list[str] = []
 
     def run(self, *command: str) -> subprocess.Popen[bytes]:
-        """Start a command in the root, in the directory and as the user of the moment."""
+        """Start a command in the root, in the current directory and as the current user of the stage."""
         mounts = " && ".join(f"mount --rbind /{name} {shlex.quote(str(self.root / name))}" for name in ("proc", "dev"))
         inside = ["chroot", f"--userspec={self.user}", str(self.root), "env", "--chdir", self.directory, *command]
         script = f"{mounts} && exec {shlex.join(inside)}"

@@ -200,7 +200,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
-    parser.add_argument("--layers", type=int, nargs=3, default=(1, 3, 5), help="whose inputs are the heads' input")
+    parser.add_argument("--layers", type=int, nargs=3, default=(1, 3, 5), help="layers whose inputs the heads read")
     parser.add_argument("--steps", type=int, default=4000, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=16, help="windows of --context tokens in a step")
     parser.add_argument("--context", type=int, default=512, help="tokens in a window")

@@ -3,8 +3,8 @@
 
     python scripts/tune_kernels.py [--formats none fp8] [--again 64 128] [--cache DIRECTORY]
 
-Results in the tuning cache, and in the package, that still hold are kept; the others are measured. With --again those
-of the package are measured too for these row classes, as when there are new candidates.
+Valid results in the tuning cache and in the package are kept; the others are measured. With --again, the package's
+results for these row classes are measured again, as when there are new candidates.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class PartlyOutdatedCache(TuningCache):
     """A tuning cache that ignores the package's results for some row classes."""
 
     def __init__(self, directory: Path, machine: Mapping[str, str], outdated: Collection[int]) -> None:
-        """outdated: the row classes."""
+        """outdated: the row classes whose shipped results are ignored."""
         super().__init__(directory, machine)
         self._outdated = outdated
 
@@ -110,7 +110,7 @@ class PartlyOutdatedCache(TuningCache):
 
 
 def make_layers(shapes: Shapes, weights: str, device: torch.device, timer: GraphTimer) -> LayerFactory:
-    """One decoder's layers of each shape, as many as the timer reads to find none in the cache."""
+    """Linear layers of a decoder's shapes, of each as many copies as keep their weights out of the GPU's cache."""
     name, checkpoint = FORMATS[weights]
     method = load_plugins().quant.get(name).load().from_checkpoint(checkpoint, None)
     layers = LayerFactory(dtype=DTYPE, device=str(device), quant=method, fused=True)

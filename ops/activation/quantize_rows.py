@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 BLOCK = 128
 """Inputs per block of a W8Layout."""
 ROUND = tl.constexpr(12582912.0)
-"""1.5 * 2^23: adding it to a small float32 rounds that to an integer, ties to even, in the lowest bits."""
+"""1.5 * 2^23: adding it to a small float32 rounds the number to an integer, ties to even, in the lowest bits."""
 FEW_ROWS = 512
 """Up to this many rows a warp has NUMBERS_FEW_ROWS numbers of a row, for latency; with more rows NUMBERS_MANY_ROWS, for
 throughput."""
@@ -36,7 +36,7 @@ ROW_MULTIPLE = 4
 
 @frozen(kw_only=True)
 class Scaling:
-    """What shares a scale that is computed from the activations, and how."""
+    """How the scales of quantized activations are computed."""
 
     per_block: bool = False
     """Whether each block of 128 inputs of a row has a scale of its own. False: each row has."""
@@ -223,9 +223,9 @@ def quantize_rows(
     """Quantize activations: x [rows, inputs], contiguous -> values of `dtype` and scales, float32.
 
     Values are [rows, inputs padded with zeros to a multiple of 128], in the order of a W8Layout. Scales are [rows], or
-    with scaling.per_block [blocks, rows rounded up to ROW_MULTIPLE], and then values have memory for as many rows, too.
+    with scaling.per_block [blocks, rows rounded up to ROW_MULTIPLE]; the memory of the values then has as many rows.
     scale: [1] float32, the static scale of all rows; values beyond the dtype's range are clamped. None: the largest
-    number of a row or block maps to the dtype's largest value. A row or block with a NaN or infinity gets a scale of
+    magnitude of a row or block maps to the dtype's largest value. A row or block with a NaN or infinity gets a scale of
     NaN, and unspecified values.
     """
     return launch_by_rows(_quantize_kernel, x, x.shape[1], dtype, scale, scaling)

@@ -33,7 +33,7 @@ def capped(scores, softcap):
 
 @triton.jit
 def add_sinks(l_i, m_i, sinks_ptr, rows, NUM_ROWS: tl.constexpr):
-    """Add the sinks of `rows` to their sums of weights l_i, relative to the exponents of 2 m_i. From NUM_ROWS on: 0.
+    """Add the sinks of `rows` to their sums of weights l_i, relative to 2^m_i. Rows from NUM_ROWS on have no sink.
 
     Where a sink exceeds all scores by far the sum becomes infinite, and the result is zero, as it should be.
     """

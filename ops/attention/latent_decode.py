@@ -3,10 +3,10 @@
 The work is divided as in paged_decode: a list of tiles, BLOCK_N consecutive key positions of a sequence, all sequences
 in order, of which each program has an equal contiguous range. One captured CUDA graph therefore suits every batch. The
 results are wide (a latent per query head), so one program would take long to merge the parts of a long context. A
-second kernel does (latent_merge), with a program per query head.
+second kernel (latent_merge) merges them, with at least a program per query head.
 
-Both products are transposed, S^T = K q^T and acc^T = V^T p^T, so that keys and the numbers of latents are M: Hopper's
-matrix instruction has an M of at least 64, and a token few heads.
+Both products are transposed, S^T = K q^T and acc^T = V^T p^T, so that M is the keys, or the latent's dimensions:
+Hopper's matrix instruction has an M of at least 64, and a token has few heads.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def latent_decode_configs(
 ) -> tuple[tuple[float, LatentDecodeConfig], ...]:
     """List (maximum number of sequences, launch parameters), smallest batches first.
 
-    Few sequences have one program per multiprocessor, which leaves half of the parts to merge; many have two, which
-    hide each other's latency. On an H200 one sequence of 65,536 tokens takes 36 us with one and 42 with two; 32
-    sequences of 8192 tokens take 119 and 95.
+    Few sequences have one program per multiprocessor, which leaves half as many parts to merge; many have two, which
+    hide each other's latency. On an H200 one sequence of 65,536 tokens takes 36 us with one and 42 us with two; 32
+    sequences of 8192 tokens take 119 us and 95 us.
 
     key_bytes: bytes of a cached key, its parts padded to powers of two; itemsize: bytes per number; shared_memory:
     bytes per multiprocessor.
@@ -105,7 +105,7 @@ def latent_decode(
     q: [rows, heads, latent + rotated], last two dimensions dense;
     cache: [blocks, block_size, 1, latent + rotated], dense;
     tables: [sequences, max_blocks] int32;
-    context_lens: [sequences] int32, at least 1: positions that the query sees, including its own, the last;
+    context_lens: [sequences] int32, at least 1: number of positions that the query sees, its own (the last) included;
     out: [rows, heads, latent], last two dimensions dense.
     """
     num_heads, latent = out.shape[1:]

@@ -58,7 +58,7 @@ def load_keys(
 ):
     """Load the keys at some positions: the latents, [BLOCK_N, BLOCK_L], and the rotated parts, [BLOCK_N, BLOCK_R].
 
-    Zeros from position `limit` on: there may be NaN, which a weight of 0 does not cancel.
+    Zeros from position `limit` on: the cache may hold NaN there, which a weight of 0 does not cancel.
     """
     offs_l = tl.arange(0, BLOCK_L)
     offs_r = tl.arange(0, BLOCK_R)

@@ -14,8 +14,8 @@ from attrs import frozen
 from engine.ops.common.launch import dependent_launch, release, wait
 
 FEW_SEQUENCES = 16
-"""Maximum sequences that one program per multiprocessor decodes, and that are merged by FEW: they have many parts each.
-65,536 tokens have 128 on an H200, of 4 MB."""
+"""Up to this many sequences are decoded by one program per multiprocessor and merged by FEW: they have many parts each.
+One sequence of 65,536 tokens has 128 parts on an H200, 4 MB."""
 
 
 @frozen
@@ -30,14 +30,14 @@ class MergeConfig:
 
 
 FEW = MergeConfig(chunk=128, parts=64, num_warps=4)
-"""Of few sequences, small chunks, so that there are enough programs."""
+"""For few sequences: small chunks, so that there are enough programs."""
 MANY = MergeConfig(chunk=512, parts=4, num_warps=1)
-"""Of many sequences, small programs, since most of them end immediately."""
+"""For many sequences: small programs, since most of them end immediately."""
 
 
 @frozen
 class LatentWorkspace:
-    """Partial results of sequences that several programs share; one serves all layers, one launch at a time.
+    """Partial results of sequences that several programs share; one workspace serves all layers, one launch at a time.
 
     A program's range of tiles has at most two partial sequences. Slot 0 is for a sequence that begins in an earlier
     range, slot 1 for a sequence that begins in this range.

@@ -32,7 +32,7 @@ MIN_PARTS = tl.constexpr(4)
 WHOLE_RATIO = tl.constexpr(4)
 """Where sequences are not divided, ranges are up to this many times as long as they would be otherwise."""
 MANY_PARTS = tl.constexpr(16)
-"""With more parts of one sequence, ranges have MIN_TILES tiles at least."""
+"""If the longest sequence would have more parts than this, ranges have at least MIN_TILES tiles."""
 LINE_BYTES = tl.constexpr(128)
 """Size of a line of the L2 cache."""
 
@@ -59,8 +59,8 @@ def paged_decode(
     q, out: [rows, heads, head_dim], last two dimensions dense;
     keys, values: [blocks, block_size, kv_heads, head_dim];
     tables: [sequences, max_blocks] int32;
-    context_lens: [sequences] int32, at least 1: positions that the query sees, including its own, the last; tables and
-    context_lens are read before the preceding kernel has ended (ops/common/launch.py says when that is safe);
+    context_lens: [sequences] int32, at least 1: number of positions that the query sees, its own (the last) included;
+    tables and context_lens are read before the preceding kernel has ended: see ops/common/launch.py;
     value_scale: factor on the values;
     sinks: [heads] float32, the score of one more key of each head, whose value is zero.
     """

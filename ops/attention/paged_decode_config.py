@@ -59,7 +59,7 @@ class Preset:
     row_bytes: int = 256
     """KV heads are folded up to this many bytes per position."""
     max_sequences: float = 0
-    """Up to this many sequences, any number of pairs."""
+    """Up to this many sequences, max_pairs does not apply."""
     min_result: int = 1
     """Minimum numbers of attention output per KV head, with query heads padded to a power of two."""
     max_result: float = math.inf
@@ -85,12 +85,12 @@ of small results were chosen on an H100, within layers (h100-decode-ranges.json)
 One sequence is divided among few programs, because merging their partial results takes time: 2048 tokens take 9.8 us
 per layer, and 17.4 us with twice as many programs. Large batches use small tiles and small programs: little of the last
 tile is wasted, and programs hide each other's latency. 256 contexts of 210 tokens take 58.7 us, and 64.8 us with tiles
-four times as large. In between, of 8 KV heads, 16 contexts of up to 2048 tokens take 31.9 us with the second and the
-fourth; 32 of 512, 24.3 and 22.7; 48 of 4096, 148.3 and 145.9.
+four times as large. In between, with 8 KV heads, 16 contexts of up to 2048 tokens take 31.9 us with both the second
+preset and the fourth; 32 of 512 take 24.3 and 22.7 us; 48 of 4096, 148.3 and 145.9 us.
 
-Small programs merge small results in little time. For two query heads per KV head, 32 contexts of 190 tokens take
-12.8 us by the third and 14.1 by the fourth; 32 of up to 2048, 58.4 and 59.7. For four, 14.1 and 13.9, 60.4 and 60.0.
-64 sequences of 8 KV heads have one program each in the fourth.
+Small programs merge small results in little time. With two query heads per KV head, 32 contexts of 190 tokens take
+12.8 us with the third preset and 14.1 us with the fourth; 32 of up to 2048, 58.4 and 59.7 us. With four query heads,
+14.1 and 13.9 us, 60.4 and 60.0 us. With the fourth, 64 sequences of 8 KV heads have one program each.
 """
 NARROW_PRESETS = (
     Preset(8, 8192, num_warps=4, num_stages=4, programs_per_sm=1, row_bytes=128, extra_tiles=2, max_sequences=1),
@@ -101,11 +101,11 @@ NARROW_PRESETS = (
 )
 """The same for heads of at most 128 bytes per position, such as 64 of 16 bits.
 
-Folding halves the number of heads, and so makes each program's results be merged with twice as many others: with few
-sequences that costs more than wider rows gain. 4 contexts of up to 8192 tokens of 8 KV heads take 22.1 us, and 26.1
-folded; 60 of 200 take 17.8, and 13.1 folded in small tiles. On an H100, of four query heads per KV head, 32 contexts of
-190 tokens take 7.9 us with the fourth, and 10.3 with two heads folded, two warps and tiles of 64 keys; 32 of 512 16.8
-and 18.7; but 32 of 1024 to 2048 43.6 and 42.2.
+Folding halves the number of heads, and so each program's results are merged with twice as many others: with few
+sequences that costs more than wider rows gain. 4 contexts of up to 8192 tokens of 8 KV heads take 22.1 us, and 26.1 us
+folded; 60 of 200 take 17.8 us, and 13.1 us folded in small tiles. On an H100, with four query heads per KV head, 32
+contexts of 190 tokens take 7.9 us with the fourth preset, and 10.3 us with two heads folded, two warps and tiles of 64
+keys; 32 of 512 take 16.8 and 18.7 us; but 32 of 1024 to 2048 take 43.6 and 42.2 us.
 """
 FLOAT8_PRESETS = (
     Preset(264, 16384, num_warps=4, num_stages=3, programs_per_sm=2, row_bytes=128, extra_tiles=2, min_tiles=2),
@@ -118,8 +118,8 @@ Eight warps per multiprocessor have 128 KB in flight. With more than 168 registe
 If more fitted, programs would be distributed unevenly, because they start wherever there is room while the previous
 kernel ends: 64 contexts of 4096 tokens then take 159 us instead of 130.
 
-The first has a program per pair up to 264 pairs, on 132 multiprocessors. On an H100, of 8 KV heads, 40 contexts of 190
-tokens take 13.2 us with the first and 9.8 with the second; 40 of 100 to 2048, 40.5 and 41.5.
+The first preset has a program per pair up to 264 pairs, on 132 multiprocessors. On an H100, with 8 KV heads, 40
+contexts of 190 tokens take 13.2 us with the first and 9.8 us with the second; 40 of 100 to 2048, 40.5 and 41.5 us.
 """
 
 

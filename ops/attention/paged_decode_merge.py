@@ -17,7 +17,7 @@ from engine.ops.attention.paged_decode_config import DecodeConfig
 
 @frozen
 class DecodeWorkspace:
-    """Partial results of sequences that several programs share; one serves all layers, one launch at a time.
+    """Partial results of sequences that several programs share; one workspace serves all layers, one launch at a time.
 
     A program's range of tiles has at most two partial sequences. Slot 0 is for a sequence that begins in an earlier
     range, slot 1 for a sequence that begins in this range.

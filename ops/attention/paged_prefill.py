@@ -84,8 +84,8 @@ def prefill_config(
 
     128 rows with 8 warps are two warp groups of Hopper's matrix instruction. Few new tokens, and float32, which runs
     without tensor cores, take smaller tiles. The first candidate whose queries, keys and values fit into shared memory
-    is chosen. The persistent kernel serves all but few new tokens. For short prompts of heads of 64 tiles of 64 rows of
-    the other kernel are about as fast: on an H100, 26.0 us for 7 of up to 512 tokens (32/8 heads; 24.7 by the
+    is chosen. The persistent kernel serves all but few new tokens. For short prompts and a head_dim of 64, tiles of 64
+    rows of the other kernel are about as fast: on an H100, 26.0 us for 7 of up to 512 tokens (32/8 heads; 24.7 by the
     persistent kernel), 62.2 for 6 of up to 1024 (53.8), but 19.4 for 3 of up to 382 of 66/66 heads (20.3).
     """
     wanted = [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)]
@@ -319,7 +319,7 @@ def _attend(
     """Attend to the keys from `start`, a multiple of BLOCK_N, to `end`; without MASKED every row sees all these keys.
 
     Positions before `first_key` and from `limit` on are never read: they may be behind the window, where blocks belong
-    to other sequences, or beyond the sequence. There may be NaN, which a weight of 0 does not cancel.
+    to other sequences, or beyond the sequence. Their slots may hold NaN, which a weight of 0 does not cancel.
     """
     factor = score_factor(scale, SOFTCAP)
     offs_n = tl.arange(0, BLOCK_N)

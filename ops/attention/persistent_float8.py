@@ -315,8 +315,8 @@ def float8_prefill(
 
     q, out: [tokens, heads, head_dim] of a 16-bit dtype, last two dimensions dense;
     keys, values: [tiles, kv_heads, TILE, head_dim] and [tiles, kv_heads, head_dim, TILE], from `gather_tiles`;
-    tiles: [tiles, 4] int32, from `prefill_tiles` with BLOCK_M // group tokens, with the number of the tile of keys that
-    has the sequence's position 0 in place of the sequence (negative where the first tiles are behind the window);
+    tiles: [tiles, 4] int32, from `prefill_tiles` with BLOCK_M // group tokens, except that the first number is not the
+    sequence but the tile of keys that holds its position 0 (negative where the first tiles are behind the window);
     scale, value_scale: factors on the scores and on the values, those of the cache included;
     sinks: [heads] float32, the score of one more key of each head, whose value is zero.
     """

@@ -77,8 +77,8 @@ def _copy_block(
 ):  # fmt: skip
     """Copy the block of keys or values from position `start_n` on into `stage`, [BLOCK_N, HEAD_DIM].
 
-    Zeros before `first_key` and, unless `whole`, from position `end` on: there may be NaN, which a weight of 0 does not
-    cancel. at: offset of each run's first token in the cache; positions: position of each run's first token.
+    Zeros before `first_key` and, unless `whole`, from position `end` on: the cache may hold NaN there, which a weight
+    of 0 does not cancel. at, positions: offset in the cache, and position, of each run's first token.
     """
     BLOCK_N: gl.constexpr = stage.shape[0]
     HEAD_DIM: gl.constexpr = stage.shape[1]

@@ -1,4 +1,4 @@
-"""What the persistent prefill kernels share: work items, ranges of keys, masks and reductions of scores, results."""
+"""Parts of both persistent prefill kernels: work items, ranges of keys, masks and reductions of scores, results."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def find_first_key(first_position, window, WINDOWED: gl.constexpr):
 
 @gluon.jit
 def key_ranges(begin, end, first_position, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr, WINDOWED: gl.constexpr):
-    """First key of the last block from `begin` on, and first key that needs a mask, a multiple of BLOCK_N.
+    """First key of the last block between `begin` and `end`, and first key that needs a mask, a multiple of BLOCK_N.
 
-    TOKENS: before the first of these rows, in their tile.
+    TOKENS: number of the tile's tokens before the first row of this half.
     """
     last = begin + (end - begin - 1) // BLOCK_N * BLOCK_N
     whole = begin

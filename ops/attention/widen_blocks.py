@@ -24,7 +24,7 @@ def widen_blocks(
 
     keys, values: [cache blocks, block_size, kv_heads, head_dim] float8_e4m3fn, dense; blocks: [n] int32.
     Returns keys and values: [at least n, block_size, kv_heads, head_dim] each, for as many blocks as the next power of
-    two says, so that the allocator sees few sizes. What lies beyond n is undefined.
+    two says, so that the allocator sees few sizes. Blocks from n on are undefined.
     """
     count = len(blocks)
     shape = (triton.next_power_of_2(max(count, 1)), *keys.shape[1:])

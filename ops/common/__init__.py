@@ -1,1 +1,1 @@
-"""What all kernels share: launches, and instructions that Triton does not expose."""
+"""Shared by all kernels: launches, and instructions that Triton does not expose."""

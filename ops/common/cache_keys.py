@@ -1,9 +1,9 @@
 """Makes Triton's cache on disk find a kernel whatever was compiled before it in the process.
 
 The key of a kernel covers the constants (tl.constexpr at the top of a module) that it and the functions it calls read.
-Triton takes those of a called function from what that function's own key has recorded, but before it computes that key
-(DependenciesFinder._update_hash in triton/runtime/jit.py; seen in 3.6.0 and 3.7.1). A called function whose key happens
-to be known therefore adds its constants, and another does not, so that a kernel's key depends on which kernels ran
+Computing a called function's own key records that function's constants, but Triton reads the record before it computes
+that key (DependenciesFinder._update_hash in triton/runtime/jit.py; seen in 3.6.0 and 3.7.1). A called function's
+constants therefore count only if its key happens to be known, so that a kernel's key depends on which kernels ran
 before. A start that measures kernels runs them in another order than the next start, which compiled 22 of 57 kernels
 again.
 """

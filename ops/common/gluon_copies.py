@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 RENAMED = hasattr(async_copy, "async_load")
 
 load = async_copy.async_load if RENAMED else async_copy.async_copy_global_to_shared
-"""(shared memory, pointers, mask): from addresses of one's own to shared memory, in units of at least 4 bytes."""
+"""(shared memory, pointers, mask): from an address per element to shared memory, in units of at least 4 bytes."""
 tma_load = tma.async_load if RENAMED else tma.async_copy_global_to_shared
 """(tensor descriptor, coordinates, barrier, shared memory, pred): a tile to shared memory, by one thread."""
 tma_store = tma.async_store if RENAMED else tma.async_copy_shared_to_global

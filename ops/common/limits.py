@@ -6,5 +6,5 @@ import torch
 
 
 def max_quantized(dtype: torch.dtype) -> float:
-    """448 for float8_e4m3fn, 127 for int8. Symmetric quantization uses -max to max."""
+    """The largest quantized value: 448 for float8_e4m3fn, 127 for int8. Symmetric quantization uses -max to max."""
     return float(torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max)

@@ -1,4 +1,4 @@
-"""Messages between programs without flags: what is not written yet has a bit pattern that no message has.
+"""Messages between programs without flags: words not written yet have a bit pattern that no message has.
 
 A buffer holds EMPTY wherever nothing is written. A program writes its numbers there; another one reads until no word is
 EMPTY, and sets all words to EMPTY again. Between write and read there is neither a fence nor a counter, each of which
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 EMPTY = tl.constexpr(-1)
-"""A word as int32. Read as one float32 or two 16-bit numbers it is NaN, but not the one that arithmetic results in."""
+"""A word as int32. Read as one float32 or two 16-bit numbers it is NaN, but not the NaN that arithmetic produces."""
 ALL_BITS = tl.constexpr(2**32 - 1)
 """EMPTY as uint32, the largest number."""
 OTHER_NAN = tl.constexpr(0x7FFF7FFF)

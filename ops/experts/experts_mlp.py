@@ -19,7 +19,7 @@ class ExpertsTile:
     """The tiles of both grouped GEMMs."""
 
     rows: int
-    """Rows of x, of both."""
+    """Rows of x per tile of either GEMM."""
     gate_up: GroupedTile
     down: GroupedTile
     dequantized: bool = False
@@ -60,8 +60,8 @@ def experts_mlp(
 
     x: [tokens, hidden], contiguous; experts, factors: [tokens, top_k]; an expert of -1 counts for nothing. quantized:
     the dtype to which activations are quantized, that of the weights, with scales per row or per block as the weights.
-    compile_only: compile the grouped GEMMs without a launch. One token has kernels of its own, which use no tile and
-    quantize nothing, where they read this kind of weights.
+    compile_only: compile the grouped GEMMs without a launch. A single token is computed by kernels of its own if they
+    read this kind of weights; they use no tile and quantize nothing.
     """
     if is_of_one_token(len(x), weights.gate_up.format) and not compile_only:
         return experts_of_one_token(
@@ -117,5 +117,5 @@ def experts_mlp(
 
 
 def is_of_one_token(tokens: int, form: WeightFormat) -> bool:
-    """Whether these are computed by the kernels for one token, without tiles."""
+    """Whether the kernels for one token, which use no tiles, compute this many tokens with weights of this format."""
     return tokens == 1 and form.kind in KINDS_OF_ONE_TOKEN

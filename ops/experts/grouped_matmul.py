@@ -142,10 +142,10 @@ def _grouped_kernel(
     """One tile of `grouped_matmul`. Grid: (blocks of the results, tiles).
 
     Neighbours read the same rows of x, and an expert's tiles are neighbours too, so that both stay in the L2 cache.
-    values: [experts, matrix rows, row_bytes] elements; scale_stride: scales per expert. outputs:
-    columns of the result; a matrix has as many rows, or twice as many with ACTIVATION >= 0. GATHER: rows of x are
-    tokens, not sorted pairs. SCATTER: rows of the result are pairs, not sorted.
-    X_SCALES: x is quantized, with a scale per row, or per row and 128 inputs (KIND BLOCKS).
+    values: [experts, matrix rows, row_bytes] elements; scale_stride: scales per expert. outputs: columns of the result;
+    a matrix has as many rows, or twice as many with ACTIVATION >= 0. GATHER: rows of x are tokens, not sorted pairs.
+    SCATTER: rows of the result are in the order of the pairs' numbers, not sorted. X_SCALES: x is quantized, with a
+    scale per row, or per row and 128 inputs (KIND BLOCKS).
     """
     GATED: tl.constexpr = ACTIVATION >= 0
     tile = tl.program_id(1)
@@ -214,11 +214,11 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """Each row of x times the matrix of its expert, in `dtype`: [pairs, outputs].
 
-    x: [pairs, inputs] in the order of `pairs`; gather: [tokens, inputs]. Contiguous. scatter: the result's rows are
-    numbers of pairs, not in the order of `pairs`. Rows of pairs that are left out are not written. tile_rows: those
-    that `pairs` was sorted with, 8 at least. activation: the matrices are gate and up, [experts, 2 * outputs, inputs],
-    and the result is act(gate) * up. bias: [experts, rows of a matrix]. x_scales: x is quantized, to float8 or int8:
-    [rows] float32 for kind channel, [rows, blocks of 128] for kind block. tile: a persistent one only for what
+    x: [pairs, inputs] in the order of `pairs`, or with gather [tokens, inputs]; contiguous. scatter: the result's rows
+    are in the order of the pairs' numbers, not of `pairs`. Rows of pairs that are left out are not written. tile_rows:
+    the value that `pairs` was sorted with, at least 8. activation: the matrices are gate and up, [experts, 2 * outputs,
+    inputs], and the result is act(gate) * up. bias: [experts, rows of a matrix]. x_scales: x is quantized, to float8 or
+    int8: [rows] float32 for kind channel, [rows, blocks of 128] for kind block. tile: a persistent one only for what
     persistent_grouped.launch supports. compile_only: compile without a launch.
     """
     form = weight.format

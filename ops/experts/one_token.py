@@ -28,16 +28,16 @@ class RowsTile:
     outputs: int
     """Rows of W; of gate and of up where both are computed."""
     block_k: int
-    """Most inputs per loop iteration: a power of two, at least 128."""
+    """Maximum inputs per loop iteration: a power of two, at least 128."""
     warps: int
 
 
 GATE_UP = {size: RowsTile(outputs=4 // size, block_k=2048, warps=4) for size in (1, 2, 4)}
-"""By the bytes of a weight."""
+"""Bytes of a weight -> tile of the first kernel."""
 DOWN = RowsTile(outputs=4, block_k=256, warps=4)
 DOWN_REGISTERS = 128
-"""Most registers of a thread of the second kernel, so that a multiprocessor runs four programs: all of 2,048 outputs at
-once on 132 multiprocessors."""
+"""Maximum registers per thread of the second kernel, so that a multiprocessor runs four programs: with 132
+multiprocessors, all programs of 2,048 outputs run concurrently."""
 
 
 @triton.constexpr_function
@@ -159,9 +159,9 @@ def _down_kernel(
 ):
     """out [outputs] = the sum of the experts' outputs times their factors. Grid: (blocks of outputs,).
 
-    x: [TOP_K, inputs]. All experts' weights of the next inputs are loaded while these are multiplied, and those of the
-    first inputs while the kernel before, which computes x, ends: it began after the routing. The row of x of an expert
-    of -1 does not count, whatever it is.
+    x: [TOP_K, inputs]. All experts' weights for the next inputs are loaded while the current ones are multiplied, and
+    those for the first inputs while the preceding kernel, which computes x, ends: that kernel started after the
+    routing. An expert of -1 adds nothing, whatever its row of x holds.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = n < outputs
@@ -242,7 +242,7 @@ def experts_of_one_token(
 
 
 def _operands(weight: StackedWeight, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """values, scales and bias; what there is none of is not read."""
+    """values, scales and bias; values stand in for a tensor that does not exist, and are not read as such."""
     values = weight.values
     return values, values if weight.scales is None else weight.scales, values if bias is None else bias
 

@@ -27,7 +27,7 @@ FP4_FRACTIONS = (6, 3, 0, 9)
 FP4_SIGNS = (15, 12, 13, 14)
 SYMMETRIC_ZERO = 8
 MAX_FP4_SCALE = 128
-"""The largest s of a scale 2^(s - 127) for which the exponent below is one of bfloat16."""
+"""The largest s of a scale 2^(s - 127) for which s + FP4_EXPONENT is an exponent of bfloat16."""
 FP4_EXPONENT = 126
 """A field of kind fp4, read as bfloat16, is 2^126 times too small."""
 FLOAT32_BIAS = 127
@@ -83,6 +83,6 @@ def _words(fields: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
 
 
 def _of_whole_blocks(groups: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
-    """[groups, outputs] -> with zeros for the groups that are missing in the last block."""
+    """Pad [groups, outputs] with zeros for the groups that the last block lacks."""
     wanted = -(-inputs // BLOCK_INPUTS) * BLOCK_INPUTS // group
     return F.pad(groups, (0, 0, 0, wanted - len(groups))).contiguous()

@@ -44,7 +44,7 @@ ROW_ALIGNMENT = 16
 """Rows of x and W start at multiples of this many bytes."""
 STAGES = 4
 WARPS = 12
-"""Of all three groups."""
+"""Warps of all three groups."""
 _ROWS = gl.constexpr(TILE_ROWS)
 _HALF_ROWS = gl.constexpr(TILE_ROWS // 2)
 _OUTPUTS = gl.constexpr(TILE_OUTPUTS)

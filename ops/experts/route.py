@@ -42,7 +42,7 @@ def _route_kernel(
     else:
         powers = tl.exp(logit - tl.max(tl.where(logit == logit, logit, -float("inf")), axis=0))
         scores = powers / tl.sum(powers, axis=0)
-    left = tl.where(present, tl.where(scores == scores, scores, 0.0), -1.0)  # a NaN is chosen last, and stays one
+    left = tl.where(present, tl.where(scores == scores, scores, 0.0), -1.0)  # a NaN is chosen last, and stays NaN
     slot = tl.arange(0, BLOCK_K)
     chosen = tl.zeros([BLOCK_K], tl.int32)
     factors = tl.zeros([BLOCK_K], tl.float32)

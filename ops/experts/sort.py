@@ -1,10 +1,10 @@
-"""Sorts pairs of token and expert by expert, and divides each expert's into tiles of rows, without the host's help.
+"""Sorts (token, expert) pairs by expert, and divides each expert's pairs into tiles of rows, all on the device.
 
 Numbers of tiles depend on the routing, which only the device knows. Grids have one program per tile of the worst case;
 the tiles that are not used come last and say so.
 
 A program places the pairs of one block. It needs how many pairs of each expert there are, and how many before its
-block. Of few pairs each program counts all of them; of many, a kernel before it counts each block's.
+block. With few pairs, each program counts all of them; with many, a preceding kernel counts those of each block.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ BLOCK = 256
 COUNTED = 1024
 """Pairs that are counted at a time."""
 COMPARED = 32
-"""Pairs of a block that are compared with all of it at a time."""
+"""Pairs of a block that are compared with the whole block at a time."""
 TILES = 32
-"""Tiles that a program places at a time; there are programs enough that none places more, even without pairs."""
+"""Tiles that a program places at a time; enough programs are launched that none places more, if some without pairs."""
 MAX_COUNTED = 8192
 """Pairs up to which each program counts all of them."""
 MIN_BINS = 32
-"""Of a histogram, so that each thread of a warp has one."""
+"""Minimum bins of a histogram, so that each thread of a warp has one."""
 
 
 @frozen(eq=False)
 class SortedPairs:
-    """Pairs in the order of their experts. A pair is number token * top_k + slot; pairs of other ranks are left out."""
+    """Pairs in the order of their experts. A pair's number: token * top_k + slot; pairs of other ranks are left out."""
 
     order: torch.Tensor
     """[pairs] int32: the pair in each row."""
@@ -151,7 +151,7 @@ class PairSorter:
         self._claims = torch.zeros(2, dtype=torch.int32, device=device)
 
     def __call__(self, experts: torch.Tensor, tile_rows: int) -> SortedPairs:
-        """experts: [tokens, top_k] int32, numbers of experts, or -1 for a pair to leave out. tile_rows: of a tile."""
+        """experts: [tokens, top_k] int32, numbers of experts; -1 leaves the pair out. tile_rows: rows per tile."""
         if len(experts) == 1:  # the experts of a token differ, so each pair is a tile of its own
             rows = self._rows
             return SortedPairs(rows, experts[0], rows, self._ends, rows, self._used_tiles, self._claims)

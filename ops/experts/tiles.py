@@ -30,7 +30,7 @@ SHAPES_OF_4_BITS = {
 }
 """(outputs of gate and up, warps, stages) of the candidates of 4-bit weights; a tile of down has twice the outputs."""
 MAX_CANDIDATE_ROWS = 2
-"""How many numbers of rows are tried: the default, and the next larger."""
+"""How many of TILE_ROWS are tried: the default, and the next larger."""
 MIN_DEQUANTIZED_ROWS = 512
 """Mean rows per expert, in the smallest step of a row class, from which on 4-bit weights may be dequantized before they
 are multiplied. At 256 rows that is slower than dequantizing tile by tile: 1,384 to 947 us for gpt-oss-20b on an H200.
@@ -128,7 +128,7 @@ def _can_persist(shape: ExpertsShape, tokens: int) -> bool:
 
 
 def _tiles(form: WeightFormat, rows: int) -> list[ExpertsTile]:
-    """The different tiles for a format."""
+    """The distinct tiles of SHAPES, or SHAPES_OF_4_BITS, for a format."""
     if form.is_4bit:
         return [_tile_of_4_bits(rows, *shape) for shape in SHAPES_OF_4_BITS[rows]]
     found = []
@@ -144,7 +144,7 @@ def _tile_of_4_bits(rows: int, outputs: int, warps: int, stages: int) -> Experts
 
 
 def _persistent_tile(shape: ExpertsShape) -> ExpertsTile:
-    """The tile of the persistent kernel, which has but one."""
+    """The only tile of the persistent kernel."""
     down = GroupedTile(
         outputs=persistent.TILE_OUTPUTS,
         block_k=persistent.STEP_BYTES * 8 // shape.persistent_bits,

@@ -28,11 +28,11 @@ class WeightFormat:
 
     kind: Kind
     dtype: str = ""
-    """Of values of 8 bits: float8_e4m3fn or int8."""
+    """Dtype of 8-bit values: float8_e4m3fn or int8."""
     scale_rows: int = 1
-    """Of kind block: outputs that share a scale."""
+    """Outputs that share a scale, for kind block."""
     group: int = 0
-    """Of the 4-bit kinds: inputs that share a scale: 32, 64 or 128."""
+    """Inputs that share a scale, for the 4-bit kinds: 32, 64 or 128."""
 
     def __str__(self) -> str:
         more = {"block": f" of {self.scale_rows} outputs", "int4": f" in groups of {self.group}"}
@@ -44,7 +44,7 @@ class WeightFormat:
         return self.kind in ("int4", "fp4")
 
     def block_k(self, wanted: int) -> int:
-        """Inputs per iteration of the GEMM, where that many are wanted."""
+        """Inputs per iteration of the GEMM: `wanted`, or BLOCK where scales are per block or group of inputs."""
         return wanted if self.kind in ("plain", "channel") else BLOCK
 
 
@@ -55,7 +55,7 @@ class ExpertMatrix:
     values: torch.Tensor
     scales: torch.Tensor
     factor: torch.Tensor | None = None
-    """Of kind fp4: the power of two that products are multiplied by, a float32 scalar."""
+    """The power of two that products are multiplied by, for kind fp4: a float32 scalar."""
 
 
 @frozen(kw_only=True, eq=False)

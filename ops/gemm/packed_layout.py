@@ -49,7 +49,7 @@ class GroupedLayout:
 
     @classmethod
     def choose(cls, bits: int, group_size: int) -> GroupedLayout:
-        """The layout for groups of this many inputs (-1: all inputs). Raises ValueError where none holds them."""
+        """The layout for groups of this many inputs (-1: all inputs). Raises ValueError where none fits."""
         for span in SPANS:
             block = 16 // bits * span
             for group in (block // 2, block // 4):  # two or four groups per block: 32 or 64 bits of scales
@@ -76,7 +76,7 @@ class GroupedLayout:
         return self.block // self.group
 
     def power(self, dtype: torch.dtype) -> int:
-        """What a field q is read as, less q, for activations of a dtype: see ops/gemm/unpack_weights.py."""
+        """The number that reading adds to a field, for activations of a dtype: see ops/gemm/unpack_weights.py."""
         if dtype == torch.float16:
             return 1024
         return 128 if self.bits == 4 else 0

@@ -227,9 +227,9 @@ def matmul(
     [outputs] float32; bias: [outputs]. All contiguous, rows of a multiple of 16 bytes. workspace: on the same device,
     with room for the tile's splits (`W8A8Tile.fits`).
 
-    scale_rows: outputs per scale, of scales of blocks; scale is then [ceil(outputs / scale_rows), blocks] and x_scale
-    [blocks, at least rows]; for a tile of BLOCK_INPUTS that is not persistent. tma: whether tiles are loaded by tensor
-    descriptors; None: where the device has TMA.
+    scale_rows: outputs per scale, for scales of blocks; scale is then [ceil(outputs / scale_rows), blocks] and x_scale
+    [blocks, at least rows], and the tile has a block_k of BLOCK_INPUTS and is not persistent. tma: whether
+    tiles are loaded by tensor descriptors; None: where the device has TMA.
     """
     rows, outputs = x.shape[0], weight.shape[0]
     out = torch.empty((rows, outputs), dtype=dtype, device=x.device)

@@ -24,7 +24,7 @@ ARGMAX = tl.constexpr(1)
 """out: [rows, programs] float32, the largest output of each program, rounded to W's dtype as PLAIN stores it; tokens:
 [rows, programs] int32, its index, the first of equals."""
 GATED = tl.constexpr(2)
-"""GATED + ACTIVATION (act_and_mul): W has 2 * outputs rows, gate before up, and a tile both rows of an output. out:
+"""GATED + ACTIVATION (act_and_mul): W has 2 * outputs rows, gate before up; a tile has both rows of an output. out:
 [rows, outputs], act(gate) * up."""
 COLUMNS = tl.constexpr(16)
 """Columns that x^T is padded to."""

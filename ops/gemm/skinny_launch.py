@@ -39,7 +39,7 @@ class GemmShape:
     inputs: int
     dtype: str
     activation: str = "silu"
-    """Of a gated GEMM; one of ACTIVATIONS."""
+    """Activation of a gated GEMM; one of ACTIVATIONS."""
 
     def __str__(self) -> str:
         kind = self.epilogue if self.activation == "silu" else f"{self.epilogue} by {self.activation}"

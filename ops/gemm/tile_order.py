@@ -1,4 +1,4 @@
-"""Which tile of the result, and which inputs, a program of the W8A8 kernels computes."""
+"""Which tile of the result, and which inputs, a program of the W8A8 and persistent W4A16 kernels computes."""
 
 from __future__ import annotations
 

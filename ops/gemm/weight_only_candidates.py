@@ -41,15 +41,15 @@ NARROW_SHAPES = ((64, 16, 4, 6), (64, 32, 4, 4), (64, 64, 4, 3))
 """(rows, columns, warps, stages) of further candidates. x has more rows than such a tile has columns, so that several
 tiles multiply by the same weights."""
 MAX_NARROW_PROGRAMS_PER_SM = 2
-"""Up to this many tiles per multiprocessor they are tried: with more, to unpack W again for each takes too long."""
+"""Up to this many tiles per multiprocessor, NARROW_SHAPES are tried: with more, unpacking W for each takes too long."""
 EVEN_SPLITS_MAX_ROWS = 32
 """Up to this many rows of x, splits that need not be a power of two are tried."""
 EVEN_PROGRAMS_PER_SM = (1, 2)
 """Maximum programs per multiprocessor of such splits, which are distributed evenly."""
 TRIED_AHEAD = {8: 2, 4: 8}
-"""By bits of a weight: blocks whose prefetching is tried, for more rows of x than FINE_TILE serves."""
+"""Bits of a weight -> number of blocks to try prefetching, for more rows of x than FINE_TILE serves."""
 MIN_ROWS_DOUBLED = 128
-"""From this many rows of x on, twice as many splits are tried: a multiprocessor may run two programs faster than
+"""From this many rows of x on, twice as many splits are tried too: a multiprocessor may run two programs faster than
 one."""
 
 
@@ -100,7 +100,7 @@ def _tensor_core_candidates(shape: WeightOnlyShape, rows: int, sms: int, shared:
 
 
 def prefetching(tile: WeightOnlyTile, shape: WeightOnlyShape) -> list[WeightOnlyTile]:
-    """The same tile with prefetching, for small weights."""
+    """The same tile with prefetching, for small weights; empty for large ones."""
     is_tried = shape.weight_bytes < SMALL_WEIGHTS and not tile.ahead
     return [evolve(tile, ahead=TRIED_AHEAD[shape.layout.bits])] if is_tried else []
 

@@ -117,7 +117,7 @@ class WeightOnlyMatmul:
         gated: bool,
         activation: str = "silu",
     ) -> torch.Tensor:
-        """As the call, by dequantizing the matrix and multiplying by cuBLAS."""
+        """As `__call__`, by dequantizing the matrix and multiplying by cuBLAS."""
         y = F.linear(x, self.dequantize(matrix, x), bias)
         return act_and_mul(y, activation) if gated else y
 
@@ -130,7 +130,7 @@ class WeightOnlyMatmul:
         tile: WeightOnlyTile | WeightOnlyVectorTile | PersistentTile,
         activation: str = "silu",
     ) -> torch.Tensor:
-        """As the call, by a given tile."""
+        """As `__call__`, by a given tile."""
         x = x if x.is_contiguous() else x.contiguous()
         rows = x.shape[0]
         out = x.new_empty((rows, _outputs(matrix, gated)))

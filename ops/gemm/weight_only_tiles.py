@@ -14,8 +14,8 @@ from engine.ops.gemm.packed_layout import SPANS, WeightLayout
 from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, MAX_SPLIT_TILES
 
 WEIGHT_ONLY_MAX_ROWS = 256
-"""Up to this many rows of x, a WeightOnlyTile is faster than to dequantize the whole matrix to memory and multiply by
-cuBLAS."""
+"""Up to this many rows of x, a WeightOnlyTile is faster than dequantizing the whole matrix to memory and multiplying
+by cuBLAS."""
 MAX_SPLITS = 16
 MAX_POLLED_SUMS = 2**21
 """Partial sums of all programs together that there is room for if they are polled (split_k_polling.py)."""
@@ -39,11 +39,11 @@ class WeightOnlyShape:
     inputs: int
     layout: WeightLayout
     dtype: torch.dtype = torch.bfloat16
-    """Of x."""
+    """Dtype of x."""
     zeros: bool = False
     """Whether there are zero points."""
     activation: str = "silu"
-    """Of a gated GEMM; one of ACTIVATIONS."""
+    """Activation of a gated GEMM; one of ACTIVATIONS."""
 
     def __str__(self) -> str:
         kind = "" if not self.gated else "gated " if self.activation == "silu" else f"gated by {self.activation} "
@@ -167,7 +167,7 @@ class PersistentTile:
         return self.columns // 64
 
     def programs(self, weight_rows: int, blocks: int, rows: int, most: int) -> int:
-        """Number of programs, `most` at most: as few as take no longer."""
+        """Number of programs, at most `most`: the fewest that take no longer."""
         tiles = -(-weight_rows // self.rows) * -(-rows // self.columns)
         if tiles >= most:
             return most
@@ -191,7 +191,7 @@ TILES = {
     64: WeightOnlyTile(rows=64, columns=64, warps=4, stages=3),
     128: WeightOnlyTile(rows=128, columns=128, warps=8, stages=3, scales_weights=True, step=128),
 }
-"""By columns: the fastest, or nearly, of those that benchmarks/quant_kernels.py --tune tries on an H200."""
+"""Columns -> default tile: the fastest, or nearly, that benchmarks/quant_kernels.py --tune tries on an H200."""
 W8_TILE_OF_32_COLUMNS = WeightOnlyTile(rows=64, columns=32, warps=2, stages=4)
 """Replaces TILES[32] for a W8Layout."""
 UNMEASURED_MAX_ROWS = 8
@@ -208,14 +208,15 @@ PROGRAMS_PER_SM = 3
 PROGRAMS_PER_SM_OF_SMALL_WEIGHTS = 2
 """Programs of FINE_TILE per multiprocessor, at most, if it is split."""
 INPUTS_PER_SPLIT = {8: 256, 4: 768}
-"""By bits of a weight: FINE_TILE has at most one split per this many inputs, or part of them."""
+"""Bits of a weight -> inputs per split: FINE_TILE has at most one split per this many inputs, or part of them."""
 MAX_UNSPLIT_INPUTS = 1024
 """Up to this many inputs, FINE_TILE is not split if three of four multiprocessors have a tile."""
 PREFETCHED_BLOCKS = {8: 4, 4: 8}
-"""By bits of a weight: blocks of each row that FINE_TILE prefetches of small weights."""
+"""Bits of a weight -> blocks of each row that FINE_TILE prefetches of small weights."""
 SMALL_TILE = WeightOnlyTile(rows=64, columns=UNMEASURED_MAX_ROWS, warps=4, stages=6)
 LARGE_TILE = WeightOnlyTile(rows=128, columns=UNMEASURED_MAX_ROWS, warps=4, stages=4)
-"""Where there is at least one program per multiprocessor: without splits for a W8Layout, with for a GroupedLayout."""
+"""Used where it has at least one program per multiprocessor: without splits for a W8Layout, with splits for a
+GroupedLayout."""
 WARP_PAIRS = 128
 """Pairs of words of a row of W per warp of a WeightOnlyVectorTile: four per thread."""
 MAX_VECTOR_BYTES = 2**24

@@ -145,8 +145,8 @@ def bracket_kernel(
 
 @triton.jit
 def split_kernel(logits, stride, rows, temperatures, max_logits, states, tallies, gathered, vocab, CHUNK: tl.constexpr):
-    """Gather the distances between the bounds, in any order. Tallies: their number; number and fixed-point mass of the
-    tokens up to the near bound."""
+    """Gather the distances between the bounds, in any order. Tallies: number of gathered distances; number and
+    fixed-point mass of the tokens up to the near bound."""
     chunk, at = tl.program_id(0), tl.program_id(1)
     if tl.load(states + at * 4) < SEARCH:
         return

@@ -20,7 +20,7 @@ def _write(count, entries, blocks, tables, CHANGES: tl.constexpr):
 def write_blocks(count: torch.Tensor, entries: torch.Tensor, blocks: torch.Tensor, tables: torch.Tensor) -> None:
     """Store blocks in block tables.
 
-    count: [1] int64, how many there are: the first of entries and blocks. entries: [n] int64, indices into the
+    count: [1] int64, how many of the first entries and blocks to store. entries: [n] int64, indices into the
     flattened tables; blocks: [n] int64; tables: of any shape, contiguous, int32.
     """
     _write[(triton.cdiv(len(entries), _CHANGES),)](count, entries, blocks, tables, CHANGES=_CHANGES)
@@ -89,12 +89,12 @@ def fill_draft_rows(
 ) -> None:
     """Store the rows and positions of a batch, and give its draft rows the state of their sequences.
 
-    sizes: [3], the size of the batch; its rows before the draft rows; its rows before the padding. The others have as
-    many elements as the largest batch; this one uses the first. given_rows, given_positions: by row of the batch, to
-    be copied to rows and positions. offsets: by row, the number of drafts before it. sources, draft_tokens: by draft
-    row, the row of its sequence, and its token. All int64.
-    all_tables: [groups, all rows, width] int32, the block tables; last_tokens: [all rows] int64; words: [2, all rows]
-    int64 and numbers: [4, all rows] int32, of the SamplingTable. A draft row gets the blocks that its position needs.
+    sizes: [3], the number of rows of the batch, of rows before the draft rows, and of rows before the padding. The
+    other inputs have room for the largest batch; a batch uses their first elements. given_rows, given_positions: by row
+    of the batch, to be copied to rows and positions. offsets: by row, the number of drafts before it. sources,
+    draft_tokens: by draft row, the row of its sequence, and its token. All int64. all_tables: [groups, all rows, width]
+    int32, the block tables; last_tokens: [all rows] int64; words: [2, all rows] int64 and numbers: [4, all rows] int32,
+    of the SamplingTable. A draft row gets the blocks that its position needs.
     """
     groups, num_rows, width = all_tables.shape
     _fill[(len(rows),)](

@@ -93,7 +93,7 @@ def draw_at(
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The token of the row `at` of the logits: the most likely one, or where the row draws, by the uniform `number`."""
+    """The token of the row `at` of the logits: the most likely one, or the one drawn by the uniform `number`."""
     max_logit = tl.load(max_logits + at)
     numbers = tl.arange(0, CHUNKS)
     known = numbers < chunks
@@ -120,7 +120,7 @@ def draw_at(
         total = tl.max(passed, axis=0)
         point = tl.minimum(tl.maximum(point, 0.0), total - total * EPSILON)
         found = tl.min(tl.where((passed > point) & (shares > 0), columns, vocab), axis=0)
-        # A chunk whose mass rounds to 0 next to the largest may have no such token; its most likely one serves.
+        # A chunk whose mass rounds to 0 next to the largest may have no such token: its most likely one is taken.
         token = tl.where(found < vocab, found, tl.load(chunk_tokens + at * chunks + chunk))
     return token
 
@@ -172,7 +172,7 @@ def _draw_kernel(
 
 @frozen(kw_only=True)
 class WeighedRows:
-    """What kernels 1 to 5 found of the rows of logits."""
+    """The results of kernels 1 to 5 for rows of logits."""
 
     max_logits: torch.Tensor
     """[n] float32, NaN where any logit is NaN."""

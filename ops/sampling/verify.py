@@ -1,8 +1,8 @@
 """Verifies drafts on a GPU, by the rules of `core/sampling/verify.py`, and advances the sequences.
 
 A slice is a sequence's last token and the drafts after it. `match_rows` compares drafts with the tokens sampled in
-their places; `verify_rows` accepts drafts by their probabilities and draws what replaces a rejected one. Both have one
-program per slice, which accepts, replaces, and advances the sequence's state on the device.
+their places; `verify_rows` accepts drafts by their probabilities and draws the token that replaces a rejected one. Both
+have one program per slice, which accepts, replaces, and advances the sequence's state on the device.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _verify_kernel(
         accepted = is_draft & (count == place) & (uniform_number(accept_key, position + place) * q < p)
         count += accepted.to(tl.int64)
 
-    # The token after them, as without drafts; where one was rejected, from what p has more than q.
+    # The token after the accepted drafts, as without drafts; where one was rejected, drawn from max(p - q, 0).
     source = start + count
     number = uniform_number(key, position + count)
     token = draw_at(
@@ -150,7 +150,7 @@ def _verify_kernel(
 
 @triton.jit
 def _rest(base, probs, chunk, max_logit, temperature, cut, scale, vocab, CHUNK: tl.constexpr):
-    """What p has more than q, in one chunk of the vocabulary: float64."""
+    """max(p - q, 0) in one chunk of the vocabulary: float64."""
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = columns < vocab
     distances = distances_below(base, columns, inside, max_logit, temperature)
@@ -205,9 +205,9 @@ def verify_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Accept or replace drafts that were drawn from probabilities; advance the sequences.
 
-    logits: [n, vocab], of all positions of all slices, left unchanged; logits_rows: [n] int64, the place of each one's
-    sequence in the parameters; first, drafts, rows and last_tokens as of `match_rows`; draft_probs: [slices, k, vocab]
-    float32, what each draft was drawn from, normalized. The parameters are those of `draw_rows`; num_outputs is
+    logits: [n, vocab], of all positions of all slices, left unchanged; logits_rows: [n] int64, for each row the place
+    of its sequence in the parameters; first, drafts, rows and last_tokens as of `match_rows`; draft_probs: [slices, k,
+    vocab] float32, what each draft was drawn from, normalized. The parameters are those of `draw_rows`; num_outputs is
     advanced.
 
     Returns (number of accepted drafts [slices] int64, the token after them [slices] int64, max logits [n] float32, NaN

@@ -80,7 +80,7 @@ class _WrapperPair:
         self._turn = 0
 
     def plan(self, *arguments: Any, **options: Any) -> Any:
-        """Plan and return a wrapper; valid until the second call from here."""
+        """Plan and return a wrapper; its plan is valid until the call after the next."""
         self._turn = 1 - self._turn
         wrapper, copied = self._slots[self._turn]
         copied.synchronize()

@@ -59,7 +59,7 @@ def xqa_refusal(spec: AttentionSpec, capability: tuple[int, int]) -> str | None:
     if spec.block_size not in XQA_BLOCK_SIZES:
         return f"it reads KV blocks of {' or '.join(map(str, XQA_BLOCK_SIZES))} tokens, not {spec.block_size}"
     if group > XQA_MAX_GROUP:
-        return f"it takes at most {XQA_MAX_GROUP} query heads a KV head, not {group}"
+        return f"it takes at most {XQA_MAX_GROUP} query heads per KV head, not {group}"
     if any(window is not None and window < spec.max_len for window in spec.sliding_windows):
         # It gives their tokens a weight of 0, which does not cancel a NaN that another sequence wrote there.
         return "it reads blocks behind a sliding window, which may be another sequence's"

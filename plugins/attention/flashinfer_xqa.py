@@ -12,8 +12,8 @@ from engine.core.quant import FLOAT8, KVScales
 SCRATCH = 8 * 2**20
 """Bytes for partial results: at most one per multiprocessor, 8 KiB each with 16 heads of 256."""
 SEMAPHORES = 2**16
-"""Bytes; one 32-bit counter per sequence and KV head whose context is split, fewer than there are multiprocessors. Zero
-at first; each kernel leaves the counters at zero."""
+"""Bytes: a 32-bit counter per sequence and KV head whose context is split, fewer than there are multiprocessors. The
+counters are zero at first, and each kernel leaves them at zero."""
 
 
 class XqaDecode:

@@ -45,7 +45,7 @@ class TritonAttention(AttentionBackend[TritonOptions, PagedPlan | LatentPlan]):
         if spec.value_head_dim is not None and not spec.latent:
             return "it reads values of another size than keys from latent caches only; use another backend"
         if not spec.latent and (spec.head_dim % 16 or not 16 <= spec.head_dim <= 256):
-            return f"its heads have a multiple of 16 up to 256 numbers, not {spec.head_dim}; use another backend"
+            return f"it needs a head_dim that is a multiple of 16, up to 256, not {spec.head_dim}; use another backend"
         if spec.kv_dtype not in (spec.dtype, FLOAT8):
             return (
                 f"keys and values must have the type of the activations ({spec.dtype}) or {FLOAT8}, "

@@ -14,7 +14,7 @@ from engine.core.transfer import to_device
 from engine.plugins.attention.triton_prefill import shared_memory
 
 MAX_LATENT = 512
-"""Maximum numbers of a latent, whose sum for 64 rows takes half of the registers of a program."""
+"""Maximum numbers of a latent: the acc of 64 rows then takes half of the registers of a program."""
 MAX_ROTATED = 128
 
 

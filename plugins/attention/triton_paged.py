@@ -45,7 +45,7 @@ class PagedKernels:
             self._decode_launches.append((limit, (config, workspace)))
 
     def set_sinks(self, sinks: Sequence[torch.Tensor | None]) -> None:
-        """Keep the attention sinks, as of the backend."""
+        """Keep the attention sinks: see AttentionBackend.set_sinks."""
         self._sinks = sinks
 
     def plan(self, batch: ForwardBatch) -> PagedPlan:

@@ -16,7 +16,7 @@ MIN_CONVERTED_ROWS = 512
 """Minimum rows (new tokens times query heads per KV head) of a sequence whose keys and values are converted once, to 16
 bits or to tiles of float8: four tiles of queries, each of which would convert them again."""
 MAX_CONVERTED_BYTES = 2**28
-"""Maximum memory of the converted keys and values of one layer; sequences that need more are read from the cache."""
+"""Maximum memory of the converted keys and values of one layer, bytes; sequences beyond it are read from the cache."""
 
 
 @frozen
@@ -30,8 +30,8 @@ class PrefillPart:
     config: Any
     """A PrefillConfig."""
     widened: torch.Tensor | None = None
-    """[blocks] int32: blocks of a float8 cache to widen first, which `tables` number in this order; None: `tables`
-    number blocks of the cache."""
+    """[blocks] int32: blocks of a float8 cache to widen first, `tables` holding indices into this list; None: `tables`
+    hold blocks of the cache."""
 
 
 @frozen
@@ -49,9 +49,9 @@ class Float8Part:
 class PrefillPlanner:
     """Plans the prefilling sequences of a batch for all layers of one cache group.
 
-    The persistent kernel reads 16-bit keys and values. From a float8 cache it reads those of a sequence after they were
-    widened (ops.attention.widen_blocks), where the sequence has enough new tokens for this to pay. The float8 kernel,
-    if asked for, takes its place and reads tiles (ops.attention.float8_tiles). The other sequences are read in place,
+    The persistent kernel reads 16-bit keys and values. With a float8 cache, those of a sequence are first widened
+    (ops.attention.widen_blocks), if the sequence has enough new tokens for this to pay. If asked for, the float8 kernel
+    computes such sequences instead and reads tiles (ops.attention.float8_tiles). The other sequences are read in place,
     and computed in the type of the activations.
     """
 
@@ -128,7 +128,7 @@ class PrefillPlanner:
         return (end - begin) * self._blocks_per_tile
 
     def _tiles_of_keys(self, batch: ForwardBatch, sequence: int) -> tuple[int, int]:
-        """The range of `_blocks`, in units of `_blocks_per_tile`, with the tiles of which it has a part."""
+        """The range of tiles, of `_blocks_per_tile` blocks each, that contain any of `_blocks`."""
         begin, end = self._blocks(batch, sequence)
         return begin // self._blocks_per_tile, -(-end // self._blocks_per_tile)
 
@@ -142,7 +142,7 @@ class PrefillPlanner:
         return begin, -(-context // self._spec.block_size)
 
     def _widened(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> PrefillPart:
-        """Read these sequences from their widened blocks, which are numbered one sequence after the other."""
+        """Read these sequences from widened blocks, numbered consecutively over all sequences."""
         from engine.ops.attention.paged_prefill import prefill_tiles
 
         ranges = [self._blocks(batch, sequence) for sequence in sequences]
@@ -161,7 +161,7 @@ class PrefillPlanner:
         return PrefillPart(sent_tiles, sent_tables, self.widened_config, sent_blocks)
 
     def _tiled(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> Float8Part:
-        """Read these sequences from tiles, which are numbered one sequence after the other."""
+        """Read these sequences from tiles, numbered consecutively over all sequences."""
         from engine.ops.attention.float8_tiles import TILE
         from engine.ops.attention.paged_prefill import prefill_tiles
         from engine.ops.attention.persistent_float8 import BLOCK_M

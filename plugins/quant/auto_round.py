@@ -39,7 +39,7 @@ PACKINGS = (*GPTQ_LESS_ONE, *GPTQ, *AWQ)
 UNQUANTIZED_BITS = 16
 """From this number of bits on, a module is not quantized."""
 SETTINGS = frozenset({"bits", "group_size", "sym"})
-"""Keys of a module's settings that are computed with."""
+"""Keys of a module's settings that the method uses."""
 NEUTRAL = {
     "act_bits": (None, 16, 32),
     "data_type": (None, "int"),
@@ -175,7 +175,7 @@ class AutoRound(W4A16Method):
         return GptqReader(GptqConfig(scheme=scheme, symmetric=settings.symmetric, less_one=less_one, ordered=False))
 
     def _settings(self, table: Any, where: str, default: ModuleSettings) -> ModuleSettings | None:
-        """Parse the settings of a module. Those that the table lacks are the default's. None: it is not quantized."""
+        """Parse the settings of a module; `default` has those that the table lacks. None: it is not quantized."""
         if not isinstance(table, Mapping):
             raise CheckpointError(f"quantization_config: {where} is {table!r}, not a table")
         bits, group_size = table.get("bits") or default.bits, table.get("group_size") or default.group_size
@@ -199,7 +199,7 @@ class AutoRound(W4A16Method):
 
 
 def _pattern(name: str) -> re.Pattern[str] | None:
-    """The regular expression that a key of extra_config is. None: the key is only a name, as AutoRound reads it."""
+    """A key of extra_config as a regular expression. None: it is only a name, as AutoRound reads it."""
     try:
         return re.compile(name)
     except re.error:

@@ -23,7 +23,7 @@ from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w4a16_method import W4A16Method
 
 FILE = "quant_config.json"
-"""In which older programs describe the quantization, instead of in config.json."""
+"""File in which older programs describe the quantization, instead of in config.json."""
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 BITS = 4
 PACK = len(AWQ_ORDER)

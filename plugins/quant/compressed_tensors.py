@@ -79,7 +79,7 @@ class CompressedTensors(ReadsKVCacheScheme, W4A16Method):
         return w4_experts(spec, PackedReader(scheme.weights), self._matmuls)
 
     def lm_head(self, spec: LinearSpec) -> LinearKernel | None:
-        """As `linear`: the targets and `ignore` speak of the output layer too."""
+        """As `linear`: the targets and `ignore` cover the output layer too."""
         return self.linear(spec)
 
 

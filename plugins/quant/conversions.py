@@ -1,4 +1,4 @@
-"""Says how to make a checkpoint that can be served of one that cannot."""
+"""Advice on how to get a checkpoint that can be served in place of one that cannot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BY_PROGRAM = {
     "ModelOpt": "export again with ModelOpt as FP8 or INT4_AWQ, or " + UNQUANTIZED,
     "llm-compressor": "quantize again with llm-compressor as W4A16, W8A16, INT8 or FP8, or " + UNQUANTIZED,
 }
-"""Program that writes checkpoints -> how to write one that is read here."""
+"""Program that writes checkpoints -> how to write one that this engine reads."""
 BY_METHOD = {
     "aqlm": UNQUANTIZED,
     "auto-round": BY_PROGRAM["AutoRound"],
@@ -22,7 +22,7 @@ BY_METHOD = {
     "quark": "export again with Quark in the format of compressed-tensors, or " + UNQUANTIZED,
     "torchao": UNQUANTIZED,
 }
-"""quant_method -> how to get a checkpoint of the model that is read here."""
+"""quant_method -> how to get a checkpoint of the model that this engine reads."""
 
 
 def instead_of(program: str) -> str:
@@ -31,6 +31,6 @@ def instead_of(program: str) -> str:
 
 
 def advice(method: object) -> str:
-    """What to do instead of serving a checkpoint of this quant_method. Empty: nothing is known of the method."""
+    """What to do instead of serving a checkpoint of this quant_method. Empty: there is no advice."""
     found = BY_METHOD.get(str(method))
     return f"; {found}" if found else ""

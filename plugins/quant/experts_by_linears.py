@@ -63,7 +63,7 @@ class ExpertsByLinears(ExpertsKernel):
         return sum_of_experts(x, routing, len(self._kernels), compute)
 
     def _split(self, weights: Weights) -> Sequence[Sequence[Weights]]:
-        """Kept from call to call, as a layer passes the same mapping each time."""
+        """The weights of each kernel; kept from call to call, as a layer passes the same mapping each time."""
         if self._last is None or self._last[0] is not weights:
             split: list[list[dict[str, torch.Tensor]]] = [[{}, {}] for _ in self._kernels]
             for name, tensor in weights.items():

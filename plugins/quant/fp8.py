@@ -37,9 +37,9 @@ KEYS = QuantKeys(
     },
     without_effect=BY_PROGRAM | {"is_checkpoint_fp8_serialized"},
 )
-"""Of quant_method fp8."""
+"""Keys of quant_method fp8."""
 FBGEMM_KEYS = QuantKeys(read=frozenset({*UNQUANTIZED, "activation_scale_ub"}))
-"""Of quant_method fbgemm_fp8."""
+"""Keys of quant_method fbgemm_fp8."""
 
 
 @frozen(kw_only=True)
@@ -51,7 +51,7 @@ class Fp8Options(ActivationOptions):
 
 
 class Fp8(W8Method[Fp8Options]):
-    """float8 weights: half the bytes of 16-bit weights to read, and from compute capability 8.9 on twice their rate."""
+    """float8 weights: half the bytes of 16-bit weights, and from compute capability 8.9 on twice their matmul rate."""
 
     name: ClassVar[str] = "fp8"
     options_class: ClassVar[type | None] = Fp8Options
@@ -62,14 +62,14 @@ class Fp8(W8Method[Fp8Options]):
 
     @classmethod
     def online(cls, options: Fp8Options | None) -> W8Format:
-        """A scale per output, and activations quantized per token, unless options say otherwise."""
+        """A scale per output, unless options name another granularity; activations are quantized per token."""
         granularity = None if options is None else options.granularity
         return W8Format(dtype=DTYPE, granularity=GRANULARITIES[granularity or "channel"], activations=TOKEN)
 
     @classmethod
     def read(cls, checkpoint: Mapping[str, Any]) -> FormatSource:
-        """quant_method fp8 (per tensor, or in blocks of 128 x 128), fbgemm_fp8 or compressed-tensors
-        (float-quantized)."""
+        """Read a checkpoint of quant_method fp8 (per tensor, or in blocks of 128 x 128), fbgemm_fp8 or
+        compressed-tensors (float-quantized)."""
         method = checkpoint.get("quant_method")
         if method == "fp8":
             return OneFormat.parse(fp8_format(checkpoint), checkpoint)

@@ -33,13 +33,13 @@ from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w4a16_method import W4A16Method
 
 FILE = "quantize_config.json"
-"""In which older programs describe the quantization, instead of in config.json."""
+"""File in which older programs describe the quantization, instead of in config.json."""
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 BITS = (4, 8)
 LESS_ONE = {"gptq": True, "gptq_v2": False}
 """checkpoint_format -> whether zero points are stored minus one."""
 LAYERS = "layers"
-"""The modules of decoder layers, of which modules_in_block_to_quantize speaks, are in modules of this name."""
+"""Name of the module that contains the decoder layers, to which alone modules_in_block_to_quantize applies."""
 LEFT_ALONE, OVERRIDDEN = "-:", "+:"
 """Prefixes of a pattern in `dynamic`: leave unquantized, override. No prefix means override."""
 
@@ -168,7 +168,7 @@ class Gptq(W4A16Method):
         return self._default
 
     def _read(self, table: Any, where: str) -> GptqConfig:
-        """Parse a table of settings. Settings that it lacks are the defaults."""
+        """Parse a table of settings; the defaults have those that it lacks."""
         if not isinstance(table, Mapping):
             raise CheckpointError(f"quantization_config: {where} is {table!r}, not a table")
         default = self._default

@@ -22,7 +22,7 @@ class Int8(W8Method[ActivationOptions]):
 
     @classmethod
     def online(cls, options: ActivationOptions | None) -> W8Format:
-        """A scale per output, and activations quantized per token, unless options say otherwise."""
+        """A scale per output; activations are quantized per token."""
         return W8Format(dtype=DTYPE, granularity="channel", activations=TOKEN)
 
     @classmethod

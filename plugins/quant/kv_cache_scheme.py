@@ -28,11 +28,11 @@ class KVCacheScheme:
     """How the checkpoint asks for keys and values to be stored."""
 
     dtype: str | None = None
-    """The dtype that it asks for. None: none, or an unsupported one."""
+    """The dtype that the checkpoint asks for. None: none, or an unsupported one."""
     has_scales: bool = False
-    """Whether it may have usable scales."""
+    """Whether the checkpoint may have usable scales."""
     unsupported: str = ""
-    """What it asks for that is unsupported, as text for the warning."""
+    """The unsupported cache that the checkpoint asks for, as text for the warning."""
 
     @classmethod
     def parse(cls, config: Mapping[str, Any] | None) -> KVCacheScheme:

@@ -49,7 +49,7 @@ FLOAT8_FORMATS = {
         scale_vector=True,
     ),
 }
-"""By the name of ModelOpt's algorithm (quant_algo)."""
+"""ModelOpt's name of an algorithm (quant_algo) -> the format."""
 INT4 = "W4A16_AWQ"
 ALGORITHMS = (*FLOAT8_FORMATS, INT4)
 MIXED = "MIXED_PRECISION"
@@ -61,7 +61,7 @@ KEYS = QuantKeys(
     read=frozenset({"ignore", "kv_cache_scheme", "quant_algo", "quantization", "quantized_layers"}),
     without_effect=BY_PROGRAM | {"config_groups"},
 )
-"""Of quantization_config. Its config_groups repeat quant_algo."""
+"""Keys of quantization_config. Its config_groups repeat quant_algo."""
 FILE_KEYS = QuantKeys(
     read=frozenset(
         {
@@ -75,7 +75,7 @@ FILE_KEYS = QuantKeys(
     ),
     neutral={"has_zero_point": (None, False)},
 )
-"""Of `quantization` in hf_quant_config.json, and of each of its quantized_layers."""
+"""Keys of `quantization` in hf_quant_config.json, and of each of its quantized_layers."""
 
 
 @frozen(kw_only=True)
@@ -91,7 +91,7 @@ class ModuleFormat:
 
 
 class ModelOptConfig:
-    """What a checkpoint says of its quantization, in either file."""
+    """The quantization of a checkpoint, read from both files."""
 
     def __init__(self, checkpoint: Mapping[str, Any]) -> None:
         """Raises CheckpointError for a quantization_config that is not ModelOpt's, unsupported or contradictory."""

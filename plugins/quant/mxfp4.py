@@ -29,7 +29,7 @@ GROUP = 32
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Numbers by the lower three bits; the fourth is the sign."""
 BIAS = 127
-"""Of a scale's exponent."""
+"""Bias of a scale's exponent."""
 
 
 class Mxfp4(QuantMethod[None]):

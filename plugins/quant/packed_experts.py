@@ -58,7 +58,7 @@ class PackedExperts(ExpertsKernel):
         return self._tensors.specs()
 
     def prepare(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Expert by expert into the memory of all: gate_up, down, their scales and factors."""
+        """Read expert by expert into stacked tensors: gate_up, down, their scales and factors."""
         weights: dict[str, torch.Tensor] = {}
         experts = self.spec.rank_experts
         for index, expert in enumerate(experts):

@@ -32,7 +32,7 @@ BY_PROGRAM = frozenset(
         "version",
     }
 )
-"""Which program has quantized a checkpoint, from which text, and with which kernels programs multiply."""
+"""Which program quantized the checkpoint, with which calibration data, and which kernels other programs use for it."""
 
 
 @frozen(kw_only=True)
@@ -40,7 +40,7 @@ class QuantKeys:
     """The keys of one method's quantization_config."""
 
     read: frozenset[str]
-    """Keys that the method computes with."""
+    """Keys that the method uses."""
     neutral: Mapping[str, tuple[Any, ...]] = {}
     """Keys that would change results -> the values that do not."""
     without_effect: frozenset[str] = BY_PROGRAM
@@ -63,7 +63,7 @@ class QuantKeys:
         names = self.unknown(config)
         if names:
             log.warning(
-                "quantization_config has keys that this engine does not know, and does not compute with: %s; compare"
+                "quantization_config has keys that this engine does not know and ignores: %s; compare"
                 " answers with those of the program that made the checkpoint",
                 ", ".join(names),
             )

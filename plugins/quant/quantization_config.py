@@ -27,7 +27,7 @@ COMPRESSED_KEYS = QuantKeys(
     neutral={"moe_sparsity_config": (None, {})},
     without_effect=BY_PROGRAM | {"global_compression_ratio", "quantization_status"},
 )
-"""Of quant_method compressed-tensors."""
+"""Keys of quant_method compressed-tensors."""
 _ACTORDERS = {"static": "weight", "dynamic": "group"}
 """Aliases."""
 
@@ -166,7 +166,7 @@ class Scheme:
     targets: tuple[str, ...]
     weights: QuantArgs
     inputs: QuantArgs | None
-    """Of activations. None: they are not quantized."""
+    """How activations are quantized. None: they are not."""
     format: str
     """The storage format of weights, as "float-quantized"."""
 

@@ -87,7 +87,7 @@ def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[t
 
 
 def static_scale(max_abs: float, dtype: torch.dtype) -> float:
-    """The scale of values up to max_abs in size, known beforehand."""
+    """The scale of values whose maximum magnitude, max_abs, is known beforehand."""
     return max(max_abs, 1e-12) / max_quantized(dtype)
 
 

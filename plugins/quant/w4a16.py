@@ -103,7 +103,7 @@ class SortedWeight:
 
     weight: QuantizedWeight
     order: torch.Tensor | None
-    """The input of x that each of its inputs reads: [inputs] int64. None: the same order as x."""
+    """For each input of `weight`, the input of x that it reads: [inputs] int64. None: the same order as x."""
     group_size: int
     """As `GroupScheme.group_size`."""
 

@@ -48,13 +48,13 @@ class Section:
 
     matrix: PackedMatrix
     order: torch.Tensor | None
-    """The input of x that each of its inputs reads. None: x's order."""
+    """For each input of the matrix, the input of x that it reads: [inputs] int32. None: x's order."""
     factors: torch.Tensor | None
     """[inputs], in x's dtype: x is multiplied by these numbers first. None: by none."""
     outputs: slice
 
     def inputs_of(self, x: torch.Tensor, matmul: WeightOnlyMatmul) -> torch.Tensor:
-        """What the matrix multiplies. x: [rows, inputs]."""
+        """The inputs of the matrix, from x: [rows, inputs]."""
         if self.factors is not None:
             return x * self.factors
         return x if self.order is None else matmul.gather(x, self.order)
@@ -209,7 +209,7 @@ class W4A16Kernel(LinearKernel):
         return found
 
     def _sections_of(self, weights: Mapping[str, torch.Tensor]) -> Sequence[Section]:
-        """Kept from call to call, as a layer passes the same mapping each time."""
+        """The sections of `weights`; kept from call to call, as a layer passes the same mapping each time."""
         if self._last[0] is not weights:
             self._last = weights, tuple(self._read(weights))
         return self._last[1]

@@ -1,4 +1,4 @@
-"""What the methods with packed weights (gptq, awq, compressed-tensors) have in common."""
+"""Base of the methods with packed weights: gptq, awq, auto-round and compressed-tensors."""
 
 from __future__ import annotations
 

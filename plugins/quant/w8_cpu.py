@@ -12,7 +12,7 @@ from engine.plugins.quant.w8_kernel import W8Kernel
 
 
 class DequantizeAtLoadKernel(W8Kernel):
-    """Weights dequantized to the model's dtype once, at load. Exact; as fast and as large as unquantized weights.
+    """Weights dequantized to the model's dtype at load, rounded once; as fast and as large as unquantized weights.
 
     A CPU has no float8 arithmetic, and dequantizing at each call would take longer than the multiplication.
     """

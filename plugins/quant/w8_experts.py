@@ -14,7 +14,7 @@ from engine.plugins.quant.w8_kernel import NONE, W8Format, W8Kernel
 def w8_experts(spec: ExpertsSpec, form: W8Format) -> ExpertsKernel:
     """The kernel of a layer's experts. Raises ConfigError for float8 weights on a GPU without float8.
 
-    With static activation scales, a scale per token is computed instead, which is at least as exact.
+    On a GPU, static activation scales are replaced by a computed scale per token, which is at least as exact.
     """
     integers = form.dtype == "int8" and form.activations != NONE
 

@@ -15,7 +15,7 @@ from engine.plugins.quant.rounding import BLOCK
 from engine.plugins.quant.w8_kernel import NONE, STATIC, TOKEN, Activations, Granularity, W8Dtype, W8Format
 
 GRANULARITIES: Mapping[str, Granularity] = {"tensor": "tensor", "channel": "channel", "block": "block"}
-"""By the names of compressed-tensors and of the option."""
+"""Name in compressed-tensors, and of the option -> granularity."""
 STORED_FORMATS = {"float": ("float-quantized", "naive-quantized"), "int": ("int-quantized", "naive-quantized")}
 """Formats of compressed-tensors that store quantized values unpacked, by type."""
 DTYPES: Mapping[str, W8Dtype] = {"float": "float8_e4m3fn", "int": "int8"}
@@ -26,7 +26,7 @@ class FormatSource(ABC):
 
     @property
     def has_lm_head(self) -> bool:
-        """Whether `format` speaks of the output layer too. False: the output layer is never quantized."""
+        """Whether `format` covers the output layer too. False: the output layer is never quantized."""
         return False
 
     @abstractmethod
@@ -72,7 +72,7 @@ class CompressedFormats(FormatSource):
 
     config: CompressedConfig
     formats: Mapping[str, W8Format]
-    """By name of the group."""
+    """Name of the group -> its format."""
 
     @classmethod
     def parse(cls, stored: Mapping[str, Any]) -> CompressedFormats:

@@ -95,7 +95,7 @@ class W8GpuKernel(W8Kernel):
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def _matrix(self, weights: Mapping[str, torch.Tensor]) -> PackedMatrix:
-        """Kept from call to call, as a layer passes the same mapping each time."""
+        """The matrix of `weights`; kept from call to call, as a layer passes the same mapping each time."""
         if self._last is None or self._last[0] is not weights:
             packed = self._layout.as_words(weights["weight"])
             self._last = weights, PackedMatrix(packed=packed, scales=weights["scale"], layout=self._layout)
@@ -155,13 +155,13 @@ class DequantizeEachCallKernel(W8GpuKernel):
     """For GPUs without float8: weights are dequantized at each call."""
 
     def fused_input_quantization(self) -> FusedInputQuantization | None:
-        """None: activations are not quantized."""
+        """None, as activations are not quantized."""
         return None
 
     def autotuned_calls(
         self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> Sequence[AutotunedCall]:
-        """None: there is one way to compute."""
+        """Empty: there is one way to compute."""
         return ()
 
     def _multiply(

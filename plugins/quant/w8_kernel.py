@@ -1,4 +1,4 @@
-"""What the W8 kernels have in common: reading or making quantized weights and scales, and merging parts."""
+"""Base of the W8 kernels: reads or makes quantized weights and scales, and merges parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class W8Format:
     """How a linear layer's weights and activations are quantized."""
 
     dtype: W8Dtype
-    """Of the weights."""
+    """Dtype of the weights."""
     granularity: Granularity
     activations: Activations
     scale_names: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What the W8 methods, fp8 and int8, have in common."""
+"""Base of the W8 methods, fp8 and int8."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.plugins.quant.w8_kernel import NONE, TOKEN, Activations, W8Format
 from engine.plugins.quant.w8_kernels import W8Kernels
 
 ACTIVATIONS: Mapping[str, Activations] = {"dynamic-token": TOKEN, "none": NONE}
-"""By the values of the option."""
+"""Value of the option -> how activations are quantized."""
 
 
 def one_of(*names: str) -> Any:

@@ -79,7 +79,7 @@ INT8_CAPABILITY = (8, 0)
 BLOCK_SCALED_CUDA = (12, 9)
 """From this version of CUDA on, cuBLAS takes scales of blocks, on Hopper."""
 BLOCK_MULTIPLE = 4
-"""cuBLAS reads the scales of an output's blocks in steps of this many: there must be memory for them."""
+"""cuBLAS reads the scales of an output's blocks in steps of this many: there must be memory for whole steps."""
 RESERVED_SHARED = 1024
 """Bytes of shared memory that the compiler needs besides a tile's stages, for barriers."""
 
@@ -115,7 +115,7 @@ class W8A8Matmul:
         else:
             torch_can = outputs % 16 == 0 and has_capability(device, HOPPER)
         self.has_scaled_mm = weight_dtype != torch.int8 and dtype == torch.bfloat16 and torch_can
-        """Whether torch's kernel can compute it."""
+        """Whether torch's kernel supports this GEMM."""
         self.persistent = not scale_rows and outputs % ALIGNMENT == 0 and has_wgmma(device)
         """Whether persistent tiles can be used."""
         self._shared = shared_memory(device) - RESERVED_SHARED
@@ -165,9 +165,10 @@ class W8A8Matmul:
         return evolve(tile, stages=max(self._shared * tile.stages // tile.shared_memory, 1))
 
     def library_weights(self, scale: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """What torch's kernel needs besides W and its scales: those of blocks with room for a BLOCK_MULTIPLE of inputs.
+        """What torch's kernel needs besides W and `scale`: scales of blocks, padded to a BLOCK_MULTIPLE per output.
 
-        scale: [blocks of outputs, blocks of inputs], contiguous; returned itself where there is room.
+        scale: [blocks of outputs, blocks of inputs], contiguous; returned itself where no padding is needed. Empty
+        where torch's kernel, or scales of blocks, are not used.
         """
         if not self.scale_rows or not self.has_scaled_mm:
             return {}
@@ -185,7 +186,7 @@ class W8A8Matmul:
         bias: torch.Tensor | None,
         tile: W8A8Tile | None,
     ) -> torch.Tensor:
-        """As the call, by a given tile."""
+        """As `__call__`, by a given tile."""
         dtype, scale = weights["weight"].dtype, weights.get("input_scale")
         quantized, x_scale = quantize_rows(x, dtype, scale=scale, scaling=self.scaling)
         return self.multiply_quantized(quantized, x_scale, weights, bias, tile)
@@ -231,7 +232,7 @@ class W8A8Matmul:
         weights: Mapping[str, torch.Tensor],
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """By torch's kernel for 1 x 128 and 128 x 128 blocks.
+        """Multiply by torch's kernel for scales of 1 x 128 and 128 x 128 blocks.
 
         x_scale: [blocks, rows rounded up]. The kernel reads as many rows of x as there are scales.
         """

@@ -50,7 +50,7 @@ class WeightOnlyOp(AutotunedOp[MeasuredTile]):
     """
 
     def __init__(self, matmul: WeightOnlyMatmul, shape: WeightOnlyShape, max_rows: int | None = None) -> None:
-        """max_rows: the layer multiplies more rows in another way."""
+        """max_rows: maximum rows that the layer multiplies by this op. None: any number."""
         self.shape = shape
         self._matmul = matmul
         self._wgmma = has_wgmma(matmul.device)
@@ -101,7 +101,7 @@ class WeightOnlyOp(AutotunedOp[MeasuredTile]):
         return candidates(self.shape, rows, num_sms(device), shared_memory(device), wgmma=self._wgmma)
 
     def refine(self, rows: int, ranked: Sequence[MeasuredTile]) -> Sequence[MeasuredTile]:
-        """Other numbers of splits of the fastest tile, and prefetching with its own and with even splits."""
+        """The fastest tile with other numbers of splits, and with prefetching, at its own and at even splits."""
         fastest = next((tile for tile in ranked if tile is not None), None)
         if not isinstance(fastest, WeightOnlyTile):
             return []

@@ -76,7 +76,7 @@ def check(model_type: str, architecture: str) -> Verdict:
             ).eval()
             with torch.inference_mode():
                 wanted = [reference(torch.tensor([prompt]), use_cache=False).logits[0] for prompt in prompts]
-            if Transformers.spec(stored).layer_caches:  # of several cache groups, which the bench does not have
+            if Transformers.spec(stored).layer_caches:  # several cache groups, which the bench does not have
                 return _evolve(made, {"native": _native(stored), **_by_engine(directory, prompts, wanted, reference)})
             bench = ModelBench(Transformers, directory, prompts)
             found: list[list[torch.Tensor]] = [[], []]

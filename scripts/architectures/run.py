@@ -3,8 +3,8 @@ exactly. Takes some minutes.
 
     python scripts/architectures/run.py [MODEL_TYPE ...]
 
-Writes scripts/architectures/verdicts.json after each one. What is in there for this version of transformers is not
-checked again, unless it is named. `make docs` makes docs/architectures.md of it.
+Writes scripts/architectures/verdicts.json after each one. Architectures that the file has for this version of
+transformers are not checked again, unless named. `make docs` makes docs/architectures.md from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.plugins.models.fallback.library import causal_lms, version
 
 VERDICTS = Path(__file__).resolve().parent / "verdicts.json"
 SECONDS = 90
-"""For one architecture."""
+"""Time limit of one architecture."""
 
 
 def judge(model_type: str, architecture: str) -> dict[str, Any]:

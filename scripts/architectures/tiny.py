@@ -44,7 +44,7 @@ SIZES: dict[str, Any] = {
 """Pattern of a key's whole name -> its value; ...: as it is."""
 
 FILLED = r".*token_id|num_key_value_heads|head_dim|num_experts_per_tok|topk_group|n_group|n_(routed|shared)_experts"
-"""Keys that are given although they are null by default."""
+"""Keys that get a value although they are null by default."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "hrm_text": {"initializer_range": 0.02},  # a recurrence in depth, in which rounding grows

@@ -40,7 +40,7 @@ MODEL_CONFIG: dict[str, Any] = {
 
 def build_model(dropout: float) -> LlamaForCausalLM:
     """A fresh model in float32, its residual branches scaled down with depth, with dropout while it trains."""
-    config = LlamaConfig(**{**MODEL_CONFIG, "dtype": "float32"})  # its attention is SDPA unless one asks for another
+    config = LlamaConfig(**{**MODEL_CONFIG, "dtype": "float32"})  # attention is SDPA by default
     model = LlamaForCausalLM(config)
     branches = 2 * config.num_hidden_layers
     for name, module in model.named_modules():
@@ -52,7 +52,7 @@ def build_model(dropout: float) -> LlamaForCausalLM:
 
 
 def drop_output(probability: float, module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
-    """A forward hook: dropout on a module's output (Llama has none of its own but in attention)."""
+    """A forward hook: dropout on a module's output (Llama itself has dropout only in attention)."""
     return F.dropout(output, probability, module.training)
 
 

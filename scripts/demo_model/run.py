@@ -81,7 +81,7 @@ def build_demo(settings: Settings, out: pathlib.Path, device: torch.device) -> N
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """What the run was made with."""
+    """Versions of the run's software, and its device."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -14,7 +14,7 @@ HELD_OUT = (
     "calendar", "cmd", "csv", "fnmatch", "fractions", "gettext", "graphlib", "heapq", "netrc", "plistlib", "pprint",
     "sched", "shlex", "textwrap", "timeit", "zipapp",
 )  # fmt: skip
-EXCLUDED_PACKAGES = {"encodings", "lib2to3", "pydoc_data", "turtledemo", "__phello__"}  # tables, and code for the eye
+EXCLUDED_PACKAGES = {"encodings", "lib2to3", "pydoc_data", "turtledemo", "__phello__"}  # tables, and demonstrations
 EXCLUDED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 EXCLUDED_FILES = {"html/entities.py", "__hello__.py", "this.py"}
 

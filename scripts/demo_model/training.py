@@ -22,7 +22,7 @@ RESERVE = 30.0  # seconds kept for the final evaluation, the samples and the fil
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One evaluation: losses in nats a token, `loss` the mean of the training loss since the last point."""
+    """One evaluation: losses in nats per token, `loss` the mean of the training loss since the last point."""
 
     step: int
     epoch: float
@@ -157,7 +157,7 @@ def synchronize(device: torch.device) -> None:
 def train(
     model: nn.Module, corpus: Corpus, held_out: Tensor, settings: Settings, device: torch.device, deadline: float
 ) -> TrainingResult:
-    """Train until the steps are done or the deadline (of time.monotonic) has passed; prints a line an evaluation."""
+    """Train until the steps are done or the deadline (of time.monotonic) has passed; prints a line per evaluation."""
     forward = torch.compile(model) if settings.compile else model
     optimizer = make_optimizer(model, settings, device)
     sampler = WindowSampler(corpus, settings.aligned, settings.seed, device)

@@ -10,7 +10,7 @@ from itertools import cycle
 from wire import POLITE, Answer, Manners, Part, Target
 
 MAX_ERROR = 4096
-"""Bytes that the body of an error may have: a sentence and a line of what was sent, not all of it."""
+"""Maximum bytes of an error's body: a sentence and a line of what was sent, not all of it."""
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def long_text(target: Target, draw: random.Random) -> Case:
 
 
 def one_long_word(target: Target, draw: random.Random) -> Case:
-    """What byte-pair merging likes least."""
+    """A text without boundaries between words, the worst case of byte-pair merging."""
     text = draw.choice(("a", "ab", " ", "\n")) * draw.choice((10_000, 500_000))
     return _size(target, draw, "one long word", "/tokenize", {"prompt": text})
 

@@ -71,7 +71,7 @@ IN_CHUNKS = b"\r\nSIZE\r\nBODY\r\n0\r\n\r\n"
 
 
 def _odd(name: str, *parts: bytes, waits: bool = False) -> Maker:
-    """What RFC 9112 lets a server refuse or understand."""
+    """A request that RFC 9112 lets a server refuse or understand."""
     return _raw(name, *parts, expect="any", closes=True, waits=waits)
 
 

@@ -45,7 +45,7 @@ MIB = 2**20
 
 @dataclass
 class Outcome:
-    """What a group of requests came to."""
+    """The result of a group of requests."""
 
     name: str
     requests: int = 0
@@ -60,7 +60,7 @@ class Outcome:
     late: float = 0.0
     stall: float = 0.0
     peak: int = 0
-    """Most memory of all processes together, bytes."""
+    """Peak memory of all processes together, bytes."""
 
     @property
     def wrong(self) -> int:
@@ -222,7 +222,7 @@ def main() -> int:
     parser.add_argument("--api-key", default="", help="the server's key; then every wrong key must be refused")
     parser.add_argument("--pid", type=int, default=0, help="process ID of the server; 0: the one that listens there")
     parser.add_argument("--seconds", type=float, default=1800.0, help="limit of the whole run")
-    parser.add_argument("--stall", type=float, default=1.0, help="longest wait that others may have, seconds")
+    parser.add_argument("--stall", type=float, default=1.0, help="maximum wait of other clients, seconds")
     parser.add_argument("--growth", type=float, default=64.0, help="memory that a process may keep, MiB")
     parser.add_argument(
         "--warm-up", type=float, default=0.05, help="requests before the first look at the memory, as a share"

@@ -59,7 +59,7 @@ CLIENTS = (0, 8)
 
 @dataclass(frozen=True)
 class Round:
-    """What is done."""
+    """One signal to one process."""
 
     layout: str
     role: str
@@ -72,7 +72,7 @@ class Round:
 
 @dataclass
 class Outcome:
-    """What came of a round."""
+    """The result of a round."""
 
     round: Round
     seconds: float | None = None
@@ -156,7 +156,7 @@ class Schedule:
         return outcome
 
     def _after_supervisor(self, one: Round, server: Server) -> Outcome:
-        """Check what the death, or a stop, of the supervisor comes to."""
+        """Check the server after its supervisor was killed, terminated or stopped."""
         begin = time.monotonic()
         if one.signal is signal.SIGSTOP:
             time.sleep(1.0)
@@ -206,7 +206,7 @@ class Schedule:
         return self._server
 
     def _end(self) -> list[str]:
-        """End the server; what was wrong with that."""
+        """End the server; returns what went wrong."""
         server, self._server = self._server, None
         if server is None:
             return []

@@ -78,6 +78,6 @@ class Leftovers:
         return cls(frozenset(names), frozenset(path.name for path in temporary.glob("engine-*")))
 
     def beyond(self, before: Leftovers) -> list[str]:
-        """What was not there before."""
+        """Names that were not there before."""
         shared = sorted(f"/dev/shm/{name}" for name in self.shared_memory - before.shared_memory)
         return [*shared, *sorted(self.directories - before.directories)]

@@ -42,7 +42,7 @@ class Server:
         url = next((line.split()[-1] for line in lines if line.startswith("Listening on ")), "")
         killer.cancel()
         if not url:
-            raise UsageError(f"the server did not start; its words are in {self.log}")
+            raise UsageError(f"the server did not start; its log is {self.log}")
         self._reader = threading.Thread(target=self._read_output, daemon=True)  # so that the pipe never fills
         self._reader.start()
         self.target = Target.at(url)
@@ -100,8 +100,8 @@ class Load:
     def __init__(
         self, target: Target, clients: int, *, seed: int, hang_up: float, lengths: tuple[int, int], patience: float
     ) -> None:
-        """hang_up: share of streams that are left early. lengths: most tokens of a prompt and of an output. patience:
-        seconds without an event after which a stream counts as hung."""
+        """hang_up: share of streams that are left early. lengths: maximum tokens of a prompt and of an output.
+        patience: seconds without an event after which a stream counts as hung."""
         self._target = target
         self._hang_up, self._lengths, self._patience = hang_up, lengths, patience
         self._stopped = threading.Event()
@@ -136,7 +136,7 @@ class Load:
                 self._stopped.wait(0.2)
 
     def _one(self, draw: random.Random) -> str:
-        """One stream; what became of it."""
+        """Read one stream; returns its outcome, a key of `counts`."""
         prompt = [draw.randrange(100) for _ in range(draw.randint(1, self._lengths[0]))]
         tokens = draw.randint(1, self._lengths[1])
         leave_after = draw.randint(0, tokens) if draw.random() < self._hang_up else tokens + 2

@@ -32,7 +32,7 @@ from written import write_report
 
 MIB = 2**20
 SPARE = 2
-"""Descriptors or threads that a process may have more of at the end: those of a client that is just connecting."""
+"""Descriptors or threads by which a process may exceed its start: those of a client that is just connecting."""
 
 Sample = dict[str, Any]
 """time: seconds since the start; processes: role -> Usage as a dict; blocks: state -> number; running, waiting."""
@@ -75,7 +75,7 @@ def slopes(samples: Sequence[Sample], warm_up: float) -> dict[str, float]:
 
 
 def faults(samples: Sequence[Sample], warm_up: float, most: float) -> list[str]:
-    """What grew. most: MiB per hour that a process's memory may grow by."""
+    """Faults: memory, descriptors or threads that grew. most: maximum growth of a process's memory, MiB per hour."""
     found = []
     for role, slope in slopes(samples, warm_up).items():
         if slope / MIB > most:
@@ -123,8 +123,8 @@ def draw(path: Path, samples: Sequence[Sample], title: str) -> None:
 def fill(target: Target, longest: int, clients: int, draw: random.Random) -> None:
     """Send prompts of all lengths, 16 per power of two, and batches of all sizes that the clients can make.
 
-    A CPU engine keeps the kernels that oneDNN compiles for each number of rows of a step. Their memory has a limit, of
-    which the engine's budget speaks, but with random lengths the rare ones come after hours, and look like a leak.
+    A CPU engine keeps the kernels that oneDNN compiles for each number of rows of a step. Their memory has a limit, for
+    which the engine's budget allows, but with random lengths rare numbers come after hours, and look like a leak.
     """
     lengths = {min(rows + rows * part // 16, longest) for rows in (1, 2, 4, 8, 16, 32, 64) for part in range(16)}
     lengths |= {min(2**power * (16 + part) // 16, longest) for power in range(7, 20) for part in range(1, 17)}
@@ -170,10 +170,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two samples")
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--longest", type=int, default=2000, help="most tokens of a request, within the context")
+    parser.add_argument("--longest", type=int, default=2000, help="maximum tokens of a request, within the context")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warm-up", type=float, default=0.3, help="share of the time that the slope leaves out")
-    parser.add_argument("--slope", type=float, default=8.0, help="most growth of a process's memory, MiB per hour")
+    parser.add_argument("--slope", type=float, default=8.0, help="maximum growth of a process's memory, MiB per hour")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds after which a stream counts as hung")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)

@@ -57,7 +57,7 @@ class Watcher:
         return Worst(dict(by_kind))
 
     def close(self) -> None:
-        """End the process, once what it waits for has come."""
+        """End the process, once the answers that it waits for have come."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(PATIENCE + 5)

@@ -22,12 +22,12 @@ Part = bytes | float
 
 
 class UsageError(Exception):
-    """What the caller gave cannot be used; the message says what to do."""
+    """The arguments cannot be used; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The server under test. Only loopback addresses: what is sent is meant to hurt."""
+    """The server under test, at a loopback address only: the requests are meant to do harm."""
 
     host: str
     port: int

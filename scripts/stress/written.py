@@ -1,4 +1,4 @@
-"""Writes what a script found, as benchmarks/results/ keeps it."""
+"""Writes the report of a script, in the format of benchmarks/results/."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_flash_attention_3_is_for_hopper_and_full_attention() -> None:
         ({}, (8, 9), "9.0 and above, not 8.9"),
         ({"softcap": 30.0}, (9, 0), "cap scores"),
         ({"block_size": 8}, (9, 0), "KV blocks of 16 or 32 or 64 or 128 tokens, not 8"),
-        ({"num_heads": 136}, (9, 0), "at most 16 query heads a KV head, not 17"),
+        ({"num_heads": 136}, (9, 0), "at most 16 query heads per KV head, not 17"),
         ({"sliding_windows": (None, 8)}, (9, 0), "behind a sliding window"),
     ],
 )
