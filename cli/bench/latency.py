@@ -36,7 +36,7 @@ class Decode:
     phases: Mapping[str, float]
     """Phase -> seconds per step, by the same difference."""
     host: float
-    """Seconds per step in which the host does not wait: an upper bound of the idle time of the device."""
+    """Seconds per step in which the host does not wait: an upper bound of the device's idle time."""
     context: float
     """Average context length, tokens per sequence."""
 

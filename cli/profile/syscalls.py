@@ -66,7 +66,7 @@ def syscalls(
 
 
 def count(program: str, processes: list[Process], seconds: float) -> dict[str, dict[str, Calls]]:
-    """Run strace on all processes at the same time; the calls of each by role and name. Raises ConfigError."""
+    """Run strace on all processes at the same time; the calls by role and name. Raises ConfigError or ExecutorError."""
     running = []
     with tempfile.TemporaryDirectory(prefix="engine-strace-") as directory:
         try:
