@@ -57,7 +57,7 @@ RULES: dict[str, OutputRules] = {
         prompt="", tools=TOOLS, choice=ToolChoice("none"), content=Grammar.choice(["yes", "no"])
     ),
 }
-"""Rules by name. Their prompts are those of the suite."""
+"""Rules by name; the suite fills in their prompts."""
 LONG = 60
 """Tokens after which an output heads for its end."""
 MAX_TOKENS = 600
@@ -105,8 +105,8 @@ class ParserGrammarConformance:
     prompts: ClassVar[tuple[str, ...]] = ("",)
     """Ends of prompts, such as those with and without the beginning of reasoning."""
     backends: ClassVar[tuple[str, ...]] = ()
-    """Names of grammar backends for the test, the first one with all prompts and with marks that are texts too. Empty:
-    the one that `auto` takes."""
+    """Names of grammar backends to test with. Only the first is tested with all prompts, and with marks that are plain
+    text. Empty: the one that `auto` takes."""
     marks_are_special: ClassVar[bool] = False
     """Whether marks amid the arguments of a call break the format; special tokens cannot stand there."""
     max_calls: ClassVar[int | None] = None
@@ -156,7 +156,7 @@ class ParserGrammarConformance:
             self.check_answer(rules, answer, where)
 
     def read(self, rules: OutputRules, text: str, cuts: Sequence[int]) -> Answer:
-        """What an output says that comes in pieces."""
+        """What an output says, fed to the parser in pieces."""
         tools = rules.tools if rules.choice.mode != "none" else ()
         parsing = self.make().begin(rules.prompt, tools)
         if parsing is None:

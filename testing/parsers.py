@@ -127,7 +127,9 @@ class ParserConformance:
             if begin + 1 == end and new and isinstance(new[-1], Reasoning):
                 assert parsing.reasoning, "the last text was reasoning, but `reasoning` is False"
         events += parsing.end()
-        assert not any(isinstance(event, Content | Reasoning) and not event.text for event in events), "an empty text"
+        assert not any(isinstance(event, Content | Reasoning) and not event.text for event in events), (
+            "the parser returned Content or Reasoning with an empty text"
+        )
         return joined(events)
 
     def test_the_templates_are_recognized(self) -> None:
