@@ -1,7 +1,7 @@
 """What is recorded of one HTTP request for its trace: times and counts, never content.
 
-Times are time.monotonic(), seconds. The spans are made of it when the request has ended, in the exporter's thread
-(otlp_spans.py), so that a request in progress pays for a few assignments alone.
+Times are time.monotonic(), seconds. The exporter's thread builds the spans when the request has ended (otlp_spans.py),
+so that a request in progress costs only a few assignments.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class TraceExporter:
             data, num_spans = self._encoder.encode(_unhurried(traces), time.time() - time.monotonic())
         except Exception:
             log.exception("traces of requests could not be encoded")
-            self._drop(len(traces), "cannot be given what could not be encoded")
+            self._drop(len(traces), "gets no spans that could not be encoded")
             return True
         pause = self._min_pause
         while True:
