@@ -76,9 +76,9 @@ def offered_name(name: str, namespace: str | None) -> str:
 def read_tools(given: Sequence[Mapping[str, Any]] | None) -> Tools:
     """Sort the tools of a request. Raises ApiError for a malformed one.
 
-    A tool that is neither a function nor a custom tool of a text, perhaps with a regular expression, is not offered:
-    the server could not run it, or not make the model keep to its grammar. Coding agents always send some of these next
-    to their functions.
+    Offered are functions, and custom tools whose input is any text or one that matches a regular expression. The server
+    could not run other tools, or not enforce their grammar. Coding agents always send some of these next to their
+    functions.
     """
     functions: list[FunctionTool] = []
     offered: dict[str, OfferedTool] = {}
