@@ -83,7 +83,7 @@ class MarkedVocabulary:
         return cls(tokens, frozenset(range(eos - len(marks), eos) if special else ()) | {eos}, eos)
 
     def of_grammars(self) -> GrammarVocabulary:
-        """The same for a grammar backend."""
+        """The vocabulary as grammar backends take it."""
         return GrammarVocabulary(
             tokens=self.tokens,
             special_tokens=self.special,

@@ -27,7 +27,7 @@ class Roofline:
     """Minimum times of a model's work on a device."""
 
     cost: ModelCost
-    """Of one rank."""
+    """Cost of the steps on one rank."""
     ceilings: Ceilings
 
     @property

@@ -44,7 +44,7 @@ class PhaseShare:
     seconds: float
     """In the whole interval."""
     share: float | None
-    """Of all phases of the table; None for a part of another phase."""
+    """Share of the time of all phases of the table; None for a part of another phase."""
 
 
 @frozen

@@ -96,7 +96,7 @@ class Roofline:
     """Of one kind: per second of its steps. Of ALL: per second of the interval and replica. So are the fields below."""
     flops_per_second: float
     bandwidth_share: float | None
-    """Of the peak; None if that is unknown."""
+    """Share of the peak; None if the peak is unknown."""
     flops_share: float | None
 
 

@@ -220,7 +220,7 @@ class HttpProtocol(HttpToolsProtocol):
         await self._application(scope, receive, send_message)
 
     def _must_linger(self, cycle: RequestResponseCycle) -> bool:
-        """Whether the connection of `cycle` is to be closed while the client is still sending."""
+        """Whether the connection of `cycle` must be closed while the client is still sending."""
         return cycle.more_body and not cycle.keep_alive and not self._discarding
 
     def _linger(self) -> None:

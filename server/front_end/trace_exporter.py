@@ -70,7 +70,7 @@ class TraceExporter:
         self._lost = ThrottledWarning(log, f"lost traces of requests: %d, because {url} %s; requests are not affected")
         self._failing = False
         self._lock = threading.Lock()
-        """Of the count of lost traces."""
+        """Guards the count of lost traces."""
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 

@@ -22,7 +22,7 @@ class Output:
     """How an output is made and read."""
 
     grammar: Grammar | None
-    """What all of it matches, reasoning and marks of calls included; None: it is free."""
+    """What the whole output matches, reasoning and marks of calls included; None: anything."""
     grammar_parameter: str
     """The parameter that asks for the grammar, for refusals."""
     format: OutputFormat | None

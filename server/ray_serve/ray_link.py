@@ -249,7 +249,7 @@ class _OpenCall:
         self.argument = argument
         self.first = first
         self.numbers = set(range(first, first + argument.choices))
-        """Of the choices that have not ended."""
+        """Numbers of the choices that have not ended."""
         self.task: asyncio.Task[None] | None = None
 
 

@@ -212,7 +212,7 @@ class RecordSpans(msgspec.Struct, frozen=True, array_like=True, tag="record"):
 
     replica: int
     directory: str
-    """Of the parts of the trace."""
+    """Directory of the trace's parts."""
     name: str
     """Name of this front end's part."""
     begin: bool

@@ -36,7 +36,7 @@ class BlockSequence:
         self._open: str | None = None
         """Type of the open block."""
         self._index = -1
-        """Of the block that started last."""
+        """Index of the block that started last."""
         self._hidden: list[str] = []
         """Text of the open thinking block, if it is not shown."""
         self.has_complete_call = False

@@ -65,7 +65,7 @@ class Tools:
     shown: tuple[Mapping[str, Any], ...] = ()
     """`tools` of the response: those that are offered, as the client gave them."""
     skipped: tuple[str, ...] = ()
-    """Those that are not offered: the type, for custom tools and those of namespaces also the name."""
+    """Tools that are not offered: the type, after its namespace if it has one; of a custom tool also the name."""
 
 
 def offered_name(name: str, namespace: str | None) -> str:

@@ -28,7 +28,7 @@ class Answer:
     name: str
     """Id of the response."""
     fields: Mapping[str, Any]
-    """Those of the response that follow from the request."""
+    """Fields of the response that follow from the request."""
     offered: Mapping[str, OfferedTool]
     """The tools by the name that the model sees."""
     new_call_id: Callable[[], str]
