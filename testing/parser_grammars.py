@@ -181,17 +181,19 @@ class ParserGrammarConformance:
             assert not answer.content, f"content next to a forced call: {where}"
         for call in answer.calls:
             arguments = json.loads(call.arguments)
-            assert isinstance(arguments, dict), where
+            assert isinstance(arguments, dict), f"arguments are not an object: {where}"
             if call.name == "city" and (rules.choice.forced or "city" in rules.strict):
-                assert set(arguments) == {"city", "n"}, where
-                assert arguments["city"] in ("Rome", "Bern"), where
-                assert type(arguments["n"]) is int, where
-                assert 0 <= arguments["n"] <= 99, where
+                assert set(arguments) == {"city", "n"}, f"arguments break the schema: {where}"
+                assert arguments["city"] in ("Rome", "Bern"), f"arguments break the schema: {where}"
+                assert type(arguments["n"]) is int, f"arguments break the schema: {where}"
+                assert 0 <= arguments["n"] <= 99, f"arguments break the schema: {where}"
             if call.name == "now" and rules.choice.forced:
-                assert arguments == {}, where
+                assert arguments == {}, f"arguments of a tool that takes none: {where}"
         if rules.content is not None and not names:
             said = json.loads(answer.content) if rules.content.kind == "json_schema" else answer.content
-            assert said in ("yes", "no") if isinstance(said, str) else type(said["ok"]) is bool, where
+            assert said in ("yes", "no") if isinstance(said, str) else type(said["ok"]) is bool, (
+                f"content breaks its grammar: {where}"
+            )
         if rules.content is not None and names:
             assert not answer.content, f"content next to calls: {where}"
 
