@@ -323,7 +323,7 @@ def run(executor: Executor, steps: Sequence[Step], ahead: int) -> list[StepResul
 
 
 def assert_same(found: StepResult, expected: StepResult) -> None:
-    """Compare results, except seconds; logprobs up to rounding."""
+    """Compare tokens, verified drafts, and log probabilities up to rounding."""
     step = f"step {expected.step}"
     assert found.step == expected.step, f"the result of {step} says that it is of {found.step}"
     assert found.tokens == expected.tokens, f"{step} sampled {found.tokens}; uniproc {expected.tokens}"

@@ -321,13 +321,13 @@ def print_profile(profile: Profile) -> None:
             (f"{len(rest)} others", f"{sum(calls for _, calls, _ in rest):.2f}", f"{spent:.2f}", f"{spent / total:.1%}")
         )
     print_table(
-        ("kernel", "calls a step", "us a step", "of all"),
+        ("kernel", "calls per step", "us per step", "of all"),
         [(_short(name), *others) for name, *others in rows],
         title=f"{profile.title}: kernels, {profile.steps:g} steps",
     )
     long, short = profile.gaps()
     typer.echo(
-        f"us a step: {profile.wall:.1f} wall, {profile.busy:.1f} device busy, {profile.idle:.1f} idle\n"
+        f"us per step: {profile.wall:.1f} wall, {profile.busy:.1f} device busy, {profile.idle:.1f} idle\n"
         f"under the profiler: {profile.profiled:.1f} wall, idle {long:.1f} in gaps from {GAP:g} us and {short:.1f} in"
         " shorter ones\n"
     )

@@ -41,7 +41,7 @@ LEAD = 0.3
 
 @frozen(kw_only=True)
 class LoadLevel:
-    """One level of load: either `concurrency` requests at a time or `rate` requests a second."""
+    """One level of load: either `concurrency` requests at a time or `rate` requests per second."""
 
     concurrency: int = 0
     rate: float = 0.0

@@ -60,7 +60,9 @@ def syscalls(
             for name, one in sorted(calls.items(), key=lambda item: -item[1].number)[:TOP]
         ]
         columns = ("system call", "per second", "errors", "us in the kernel per call")
-        print_table(columns, rows, title=f"{role}: {sum(one.number for one in calls.values()) / seconds:,.0f} a second")
+        print_table(
+            columns, rows, title=f"{role}: {sum(one.number for one in calls.values()) / seconds:,.0f} per second"
+        )
     if output is not None:
         write(output, report("profile syscalls", f"{seconds:g} s", list(_rows(found, seconds)), {"seconds": seconds}))
 
