@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
 
 class ChatClient:
-    """Asks one server. Every method raises InvalidRequestError for what the server refuses, and ServerError else."""
+    """Asks one server. Methods raise InvalidRequestError for what the server refuses, and ServerError for failures."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         """url: of the server (http://localhost:8000), or of its API (https://host/prefix/v1). api_key: empty: none."""
@@ -96,7 +96,7 @@ class ChatClient:
 
     @contextmanager
     def _answer(self, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
-        """The response to a request, POST with a `body`; what goes wrong, also while it is read, is one sentence."""
+        """The response to a request (POST with a `body`). Failures, also of reading it, become one-sentence errors."""
         request = urllib.request.Request(self.base + path, body, self._headers)
         try:
             with self._open(request, timeout=TIMEOUT) as response:
@@ -157,7 +157,7 @@ def _chunks(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def sse_data(lines: Iterable[bytes]) -> Iterator[str]:
-    """The data of each server-sent event of a stream of lines. Raises ServerError for a line without end."""
+    """The data of each server-sent event of a stream of lines. Raises ServerError for a line longer than MAX_LINE."""
     data: list[str] = []
     for line in lines:
         if len(line) > MAX_LINE:

@@ -55,7 +55,7 @@ def secrets(config: EngineConfig) -> set[str]:
 
 
 def to_toml(config: EngineConfig) -> str:
-    """The configuration as a TOML file; paths are absolute, since a file's own start from its directory.
+    """The configuration as a TOML file; paths are absolute, since relative ones start from the file's directory.
 
     A secret is left out, with a comment that says so.
     """

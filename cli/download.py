@@ -25,9 +25,9 @@ def download(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: model, commit and directory.")] = False,
 ) -> None:
-    """Download a model from the hub, as far as it is not on disk, and print its directory."""
+    """Download a model's missing files from the hub, and print its directory."""
     if not is_hub_name(model):
-        raise ConfigError(f"{model} is no name of a model on the hub, as Qwen/Qwen3-0.6B; give ORG/NAME")
+        raise ConfigError(f"{model} is not the name of a model on the hub; give ORG/NAME, as Qwen/Qwen3-0.6B")
 
     from engine.core.hub import Wanted, fetch
     from engine.core.startup_display import show_startup

@@ -67,7 +67,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def completion(engine: Engine, prompt: str, params: SamplingParams) -> dict[str, Any]:
-    """The completion, as JSON says it."""
+    """The completion, as plain data for JSON."""
     done = engine.generate([prompt], params)[0]
     if done.error is not None:
         raise ExecutorError(done.error)

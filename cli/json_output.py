@@ -29,7 +29,7 @@ def only_json(*, indent: int | None = None) -> Iterator[Callable[[Any], None]]:
 
 @contextmanager
 def _descriptor_redirected(stdout: Any) -> Iterator[None]:
-    """Make the descriptor of standard output that of standard error; nothing where they have none, as in tests."""
+    """Redirect the descriptor of standard output to standard error; a no-op without descriptors, as in tests."""
     try:
         target, source = stdout.fileno(), sys.stderr.fileno()
     except (AttributeError, io.UnsupportedOperation):

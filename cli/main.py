@@ -49,9 +49,7 @@ BUILTINS = {
     ),
     "generate": Builtin("generate:generate", "Continue a prompt, printing the text as it comes."),
     "chat": Builtin("chat:chat", "Talk to a model. Piped in, each line is one message; /reset and /exit work in both."),
-    "download": Builtin(
-        "download:download", "Download a model from the hub, as far as it is not on disk, and print its directory."
-    ),
+    "download": Builtin("download:download", "Download a model's missing files from the hub, and print its directory."),
     "quantize": Builtin("quantize:quantize", "Write a quantized copy of a checkpoint, layer by layer."),
     "bench": Builtin("bench.commands:app", "Measure speed on this machine."),
     "profile": Builtin("profile:app", "See where time and memory go."),

@@ -27,9 +27,9 @@ def open_engine(resolved: Resolved, *, live: bool = True) -> Engine:
 
 
 def located(resolved: Resolved, *, config_only: bool = False) -> Resolved:
-    """The settings with directories in place of names on the hub, whose files are downloaded where they are missing.
+    """The settings with names on the hub replaced by directories; downloads the files that are missing there.
 
-    config_only: only config.json and its like are wanted. Raises what `engine.core.hub.locate` raises.
+    config_only: only config.json and its like are needed. Raises what `engine.core.hub.locate` raises.
     """
     from engine.core.hub import locate, locate_speculator
     from engine.core.startup_display import show_startup

@@ -60,8 +60,7 @@ def purpose(section: str) -> str:
 def given_settings(resolved: Resolved) -> dict[str, str]:
     """Setting -> where it was given: on the command line or in a file.
 
-    Those from environment variables are not among them: variables are there for all commands, and say nothing of this
-    one.
+    Settings from environment variables are left out: variables are set for all commands, not for this one.
     """
     by_default = (DEFAULT, DEMO_MODEL)
     return {
@@ -70,7 +69,7 @@ def given_settings(resolved: Resolved) -> dict[str, str]:
 
 
 def refuse_settings(resolved: Resolved, *, but: Collection[str] = ()) -> None:
-    """Raise ConfigError for a setting given to a command whose server runs already. but: settings with a meaning."""
+    """Raise ConfigError for a setting given to a command whose server runs already. but: keys allowed."""
     for key, origin in given_settings(resolved).items():
         if key not in but:
             raise ConfigError(f"{key} (by {origin}) is a setting of the server, which runs already; leave it out")
@@ -88,8 +87,8 @@ def _default_text(setting: Setting) -> str:
 def configured(*, without: Collection[str] = (), before: str = "") -> Callable[[Command], Command]:
     """Decorator: builds the command's parameter `resolved` from MODEL, --config, --set and one option per setting.
 
-    without: sections that get no options; without "model", there is no MODEL either. before: an argument of the command
-    that follows MODEL, and that a single argument is.
+    without: sections that get no options; without "model", there is no MODEL either. before: the command's own
+    argument, which follows MODEL; a single argument is this one, not MODEL.
     """
     offered = {name: one for name, one in _setting_options().items() if one.setting.path[0] not in without}
     parameters = [
@@ -159,7 +158,7 @@ def _model_argument(before: str) -> inspect.Parameter:
 
 
 def _shift(given: dict[str, Any], before: str) -> None:
-    """Make a single argument that of the command, not MODEL. Raises ConfigError for one that looks like a model."""
+    """Take a single argument as the command's own, not as MODEL. Raises ConfigError if it looks like a model."""
     only = given[MODEL]
     if only is None or given[before] is not None:
         return
@@ -310,7 +309,7 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         return int(token), float(value)
     except ValueError:
-        raise InvalidRequestError(f"--logit-bias {text!r} is not of the form TOKEN=NUMBER", "logit_bias") from None
+        raise InvalidRequestError(f"--logit-bias {text!r} is not of the form ID=BIAS", "logit_bias") from None
 
 
 @functools.cache

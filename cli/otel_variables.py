@@ -61,7 +61,7 @@ def _share(sampler: str, argument: str) -> tuple[object, str]:
     if sampler not in SAMPLERS:
         raise ConfigError(
             f"OTEL_TRACES_SAMPLER is {sampler}, but the server always follows the sampled flag of a client's "
-            f"traceparent; set it to {', '.join(SAMPLERS)}, or leave it out and give --trace-sample"
+            f"traceparent; set it to one of {', '.join(SAMPLERS)}, or leave it out and give --trace-sample"
         )
     share = SAMPLERS[sampler]
     if share is not None:

@@ -108,7 +108,7 @@ def _all_pids() -> list[int]:
 
 
 def _links(pid: int) -> list[str]:
-    """What the descriptors of a process are; nothing for processes of others."""
+    """What the descriptors of a process link to; empty for another user's process."""
     links = []
     try:
         for name in os.listdir(f"/proc/{pid}/fd"):

@@ -24,7 +24,7 @@ EIGHT = "8-bit weights and activations: fp8, int8"
 TEXT = "text"
 FILES = "files"
 REPORT_SECONDS = 10.0
-"""Longest time without a line, as long as windows are shorter."""
+"""Maximum time between two lines, unless a single window takes longer."""
 
 
 def quantize(

@@ -1,6 +1,6 @@
 """The OpenAI-compatible HTTP server: `run` serves a configuration.
 
-Three kinds of process, each with a room and a main.py:
+Three kinds of process, each with a package and a main.py:
 
     supervisor/      the main process: starts and watches the others, passes connections to the front ends
     front_end/       answers HTTP with the routes of http/, and is a client of the engine processes

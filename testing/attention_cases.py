@@ -42,6 +42,7 @@ class Case:
     batch: ForwardBatch
     pool: KVPool
     inputs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    """Per layer: q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]; v of a latent cache: output_dim."""
     expected: Sequence[torch.Tensor]
     """Per layer: [tokens, heads, output_dim] float64."""
     sinks: Sequence[torch.Tensor | None] = ()

@@ -31,7 +31,7 @@ LONGROPE = {
     "partial_rotary_factor": 0.5,
     "attention_factor": 1.3,
 }
-"""Its short factors apply where no longer context than original_max_position_embeddings is served."""
+"""The short factors apply if the longest context served is at most original_max_position_embeddings."""
 OWN_WAYS: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 20, "sliding_window": 24},
     "gemma3_text": {
@@ -64,7 +64,7 @@ OWN_WAYS: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.3},
     "smollm3": {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 24},
 }
-"""model_type -> keys of config.json, next to TINY, that make the architecture's own ways show."""
+"""model_type -> keys of config.json, added to TINY, that exercise what is particular to the architecture."""
 
 LETTERS = "etaoinshrdlucmfw"
 
@@ -92,7 +92,7 @@ def make_checkpoint(
     tokenizer: also write a tokenizer of 512 tokens (256 bytes, pairs of letters, special tokens) with a chat template;
         <|endoftext|> is then the end-of-sequence token.
     shards: write several safetensors files and an index instead of one file.
-    stacked: write experts as transformers has them, in one tensor each for gate and up and for down.
+    stacked: write all experts of a layer in two tensors, one of gate and up and one of down, as transformers has them.
     config: keys of config.json that differ from `TINY` and `OWN_WAYS`, rope_parameters or the older rope_scaling
         included.
     """

@@ -55,9 +55,9 @@ class ExecutorConformance:
     settings: ClassVar[Mapping[str, object]] = {}
     """More settings of the engine, as executor__options={...}."""
     excused: ClassVar[Sequence[str]] = ()
-    """Regular expressions of leftovers of a library, in the words of `testing.leftovers`, that are not errors."""
+    """Regular expressions of leftovers, as `testing.leftovers` describes them, that a library causes: not errors."""
     used: ClassVar[bool] = False
-    """Set after the first use, which initializes libraries."""
+    """Whether the executor has been used once, which initializes libraries."""
 
     def test_steps(self, engine_checkpoint: Path) -> None:
         """Prefill chunks, decodes, mixed batches and reused blocks give the same results, also with steps in flight."""
@@ -138,7 +138,7 @@ class ExecutorConformance:
             assert executor.check().detail, "check() does not say what is wrong"
 
     def test_control_calls(self, engine_checkpoint: Path) -> None:
-        """call() runs between the steps submitted before and after, with steps in flight too; a rank each answers.
+        """call() runs between the steps submitted before and after, with steps in flight too; every rank answers.
 
         A call that is unknown, refused or fails on a rank raises ControlError, and steps run afterwards.
         """
@@ -149,9 +149,11 @@ class ExecutorConformance:
             run(executor, steps[:3], 1)
             in_flight = [executor.submit(step) for step in steps[3:5]]
             answers = executor.call("describe", {})
-            assert [answer["rank"] for answer in answers] == list(range(self.ranks)), f"call() answers {answers}"
+            assert [answer["rank"] for answer in answers] == list(range(self.ranks)), (
+                f"call() does not answer once per rank, in order: {answers}"
+            )
             for answer in answers:
-                assert answer["sequences"] == [2], f"the steps before have not run on rank {answer['rank']}: {answer}"
+                assert answer["sequences"] == [2], f"a call overtakes earlier steps on rank {answer['rank']}: {answer}"
             assert [pending.result().step for pending in in_flight] == [4, 5], "a call loses results of steps"
             self._check_refused_calls(executor)
             run(executor, steps[5:], MAX_STEPS_IN_FLIGHT)
@@ -266,10 +268,10 @@ def reference() -> type[Executor]:
 
 
 def script(after: int = 0) -> Sequence[Step]:
-    """Steps of three sequences: one greedy, one drawn with logprobs, and one that reuses the blocks of the first, and
-    then has drafts.
+    """Steps of three sequences: one greedy, one sampled with logprobs, and one that reuses blocks of the first and then
+    has drafts.
 
-    after: offset of the numbers of steps and sequences; above 0, the script continues that of `after` - 10.
+    after: offset of the numbers of steps and sequences; above 0, the script follows the one with offset `after` - 10.
     """
     one, two, three = (after + number for number in (1, 2, 3))
     prompts = [tuple(PROMPTS[row]) for row in (3, 1, 2)]
@@ -316,12 +318,12 @@ def run(executor: Executor, steps: Sequence[Step], ahead: int) -> list[StepResul
         in_flight.append(executor.submit(step))
     for pending in in_flight:
         results.append(pending.result())
-        assert pending.done(), f"done() denies that step {results[-1].step} is done, whose result is there"
+        assert pending.done(), f"done() is false for step {results[-1].step}, although its result is there"
     return results
 
 
 def assert_same(found: StepResult, expected: StepResult) -> None:
-    """Compare results, except seconds; logprobs up to rounding."""
+    """Compare tokens, verified drafts, and log probabilities up to rounding."""
     step = f"step {expected.step}"
     assert found.step == expected.step, f"the result of {step} says that it is of {found.step}"
     assert found.tokens == expected.tokens, f"{step} sampled {found.tokens}; uniproc {expected.tokens}"

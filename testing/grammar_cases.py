@@ -138,7 +138,7 @@ KEYWORDS: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"type": "object", "properties": {"a": {"not": {}}}, "x-guidance": {"lenient": True}}, "not", '{"a":1}'),
     ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "string"}}, "maxLength": 1}, "maxLength", '"ab"'),
 )
-"""(schema, keyword, JSON that breaks it): enforced, or refused by name."""
+"""(schema, keyword, JSON that violates the keyword). A backend enforces the keyword, or names it in a refusal."""
 WRONG = (
     Grammar("json_schema", '{"type": "strin"}'),
     Grammar("json_schema", "[1]"),

@@ -21,7 +21,7 @@ KEYWORDS = frozenset(
     | {"patternProperties", "prefixItems", "properties", "propertyNames", "required", "then", "type"}
     | {"unevaluatedItems", "unevaluatedProperties", "uniqueItems"}
 )
-"""The keywords of the drafts 4 to 2020-12 that say something about instances."""
+"""The keywords of the drafts 4 to 2020-12 that constrain instances."""
 
 
 @frozen
@@ -36,7 +36,7 @@ class SuiteSchema:
 
     @property
     def keywords(self) -> frozenset[str]:
-        """The keywords of the schema that say something about instances, of those that the suite is about."""
+        """The keywords of the schema that constrain instances, of those in KEYWORDS."""
         return frozenset(name for name, _, _ in schema_keywords(self.schema)) & KEYWORDS
 
 
@@ -84,7 +84,7 @@ def judge(backend: GrammarBackend[Any], schemas: Iterable[SuiteSchema]) -> Itera
 def by_keyword(verdicts: Iterable[Verdict]) -> Mapping[str, str]:
     """Keyword -> "enforced", "partly refused", "refused" or "ignored", by the schemas that it occurs in.
 
-    Refused counts against a keyword alone where the refusal names it, or no schema with it is taken.
+    A refusal counts against a keyword only if it names the keyword. Refused: no schema with the keyword is accepted.
     """
     taken: dict[str, int] = dict.fromkeys(KEYWORDS, 0)
     named: dict[str, int] = dict.fromkeys(KEYWORDS, 0)

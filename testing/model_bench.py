@@ -21,7 +21,7 @@ from engine.core.quant import QuantMethod
 from engine.core.weights import Checkpoint, SafetensorsSource, WeightSource, load_weights
 
 MAX_TOKENS = 112
-"""Tokens per sequence."""
+"""Maximum tokens per sequence."""
 
 Chunk = tuple[int, int, int]
 """Sequence, first token, number of tokens."""
@@ -48,7 +48,10 @@ class ModelBench:
         quant: QuantMethod[Any] | None = None,
         **settings: Any,
     ) -> None:
-        """prompts: the sequences. source: of the weights; None: the checkpoint. settings: of the LayerFactory."""
+        """prompts: token ids of each sequence, at most MAX_TOKENS. source: of the weights; None: the checkpoint.
+
+        settings: further arguments of LayerFactory.
+        """
         checkpoint = Checkpoint.open(directory)
         self.prompts = prompts
         self.spec = model.spec(checkpoint.config)

@@ -37,11 +37,11 @@ class ModelConformance:
     config: ClassVar[Mapping[str, Any]] = {}
     """Keys of config.json that differ from testing.checkpoints.TINY."""
     ranks: ClassVar[tuple[int, ...]] = (2, 4)
-    """Numbers of ranks that can share the model."""
+    """Numbers of ranks that the model can be sharded over."""
     error: ClassVar[float] = 2e-5
     """Limit of the relative error (norms) of logits in float32."""
     rerouted: ClassVar[float] = 0.0
-    """Share of tokens that may differ more in bfloat16, where the router of a mixture of experts may choose others."""
+    """Share of tokens that may differ more in bfloat16, where the router of a mixture may choose other experts."""
 
     def checkpoint(self, directory: Path) -> Path:
         """Write a tiny random checkpoint of one file, in float32, and return its directory."""
@@ -107,8 +107,8 @@ class ModelConformance:
         with torch.inference_mode():
             logits = bench.model.logits(hidden)
             max_logits, tokens = bench.model.greedy(hidden)
-        assert max_logits.dtype == torch.float32, f"greedy() gives logits in {max_logits.dtype}"
-        assert tokens.dtype == torch.int64, f"greedy() gives tokens in {tokens.dtype}"
+        assert max_logits.dtype == torch.float32, f"greedy() gives logits in {max_logits.dtype}, not float32"
+        assert tokens.dtype == torch.int64, f"greedy() gives tokens in {tokens.dtype}, not int64"
         assert torch.equal(tokens, logits.argmax(-1)), "greedy() gives other tokens than those of the largest logits"
         self._close(max_logits[None], logits.amax(-1)[None], "greedy()")
 
@@ -116,7 +116,7 @@ class ModelConformance:
     def test_ranks(self, tmp_path: Path, number: int) -> None:
         """Every one of several ranks computes the logits and tokens of a single rank."""
         if number >= len(self.ranks):
-            pytest.skip(f"the model is shared by {self.ranks} ranks only")
+            pytest.skip(f"the model runs on {self.ranks} ranks only")
         path = self.checkpoint(tmp_path)
         chunks = [(2, 0, 6), (1, 0, 41)]
         expected = self.bench(path).logits(chunks)
@@ -136,7 +136,7 @@ class ModelConformance:
         """Changing any tensor that is read changes logits. (Core refuses tensors that are neither read nor ignored.)"""
         path = self.checkpoint(tmp_path)
         bench = self.bench(path)
-        prompt = [(1, 0, LENGTHS[1])]  # of enough tokens for every expert of a few to be chosen
+        prompt = [(1, 0, LENGTHS[1])]  # of enough tokens that each of a few experts is chosen
         before = bench.logits(prompt)
         tensors = load_file(path / SINGLE)
         read = {name for layer in bench.layers.layers for name in layer.tensors()}
@@ -175,10 +175,12 @@ class ModelConformance:
         """Shapes of results agree with spec()."""
         bench = self.bench(self.checkpoint(tmp_path))
         spec, hidden = bench.spec, bench.hidden([(2, 0, 6)])
-        assert list(hidden.shape) == [6, spec.hidden_size], f"hidden states of {list(hidden.shape)}; {spec}"
+        assert list(hidden.shape) == [6, spec.hidden_size], (
+            f"hidden states of {list(hidden.shape)}, not {[6, spec.hidden_size]}"
+        )
         assert bench.logits([(2, 0, 6)]).shape[1] == spec.vocab_size, f"logits are not of {spec.vocab_size} tokens"
         assert len(spec.sliding_windows) == spec.num_layers, (
-            f"windows {spec.sliding_windows} of {spec.num_layers} layers"
+            f"{len(spec.sliding_windows)} sliding_windows of {spec.num_layers} layers"
         )
 
     def test_refusals(self, tmp_path: Path) -> None:

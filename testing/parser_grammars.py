@@ -57,7 +57,7 @@ RULES: dict[str, OutputRules] = {
         prompt="", tools=TOOLS, choice=ToolChoice("none"), content=Grammar.choice(["yes", "no"])
     ),
 }
-"""Rules by name. Their prompts are those of the suite."""
+"""Rules by name; the suite fills in their prompts."""
 LONG = 60
 """Tokens after which an output heads for its end."""
 MAX_TOKENS = 600
@@ -83,7 +83,7 @@ class MarkedVocabulary:
         return cls(tokens, frozenset(range(eos - len(marks), eos) if special else ()) | {eos}, eos)
 
     def of_grammars(self) -> GrammarVocabulary:
-        """The same for a grammar backend."""
+        """The vocabulary as grammar backends take it."""
         return GrammarVocabulary(
             tokens=self.tokens,
             special_tokens=self.special,
@@ -105,8 +105,8 @@ class ParserGrammarConformance:
     prompts: ClassVar[tuple[str, ...]] = ("",)
     """Ends of prompts, such as those with and without the beginning of reasoning."""
     backends: ClassVar[tuple[str, ...]] = ()
-    """Names of grammar backends for the test, the first one with all prompts and with marks that are texts too. Empty:
-    the one that `auto` takes."""
+    """Names of grammar backends to test with. Only the first is tested with all prompts, and with marks that are plain
+    text. Empty: the one that `auto` takes."""
     marks_are_special: ClassVar[bool] = False
     """Whether marks amid the arguments of a call break the format; special tokens cannot stand there."""
     max_calls: ClassVar[int | None] = None
@@ -156,7 +156,7 @@ class ParserGrammarConformance:
             self.check_answer(rules, answer, where)
 
     def read(self, rules: OutputRules, text: str, cuts: Sequence[int]) -> Answer:
-        """What an output says that comes in pieces."""
+        """What an output says, fed to the parser in pieces."""
         tools = rules.tools if rules.choice.mode != "none" else ()
         parsing = self.make().begin(rules.prompt, tools)
         if parsing is None:
@@ -181,17 +181,19 @@ class ParserGrammarConformance:
             assert not answer.content, f"content next to a forced call: {where}"
         for call in answer.calls:
             arguments = json.loads(call.arguments)
-            assert isinstance(arguments, dict), where
+            assert isinstance(arguments, dict), f"arguments are not an object: {where}"
             if call.name == "city" and (rules.choice.forced or "city" in rules.strict):
-                assert set(arguments) == {"city", "n"}, where
-                assert arguments["city"] in ("Rome", "Bern"), where
-                assert type(arguments["n"]) is int, where
-                assert 0 <= arguments["n"] <= 99, where
+                assert set(arguments) == {"city", "n"}, f"arguments break the schema: {where}"
+                assert arguments["city"] in ("Rome", "Bern"), f"arguments break the schema: {where}"
+                assert type(arguments["n"]) is int, f"arguments break the schema: {where}"
+                assert 0 <= arguments["n"] <= 99, f"arguments break the schema: {where}"
             if call.name == "now" and rules.choice.forced:
-                assert arguments == {}, where
+                assert arguments == {}, f"arguments of a tool that takes none: {where}"
         if rules.content is not None and not names:
             said = json.loads(answer.content) if rules.content.kind == "json_schema" else answer.content
-            assert said in ("yes", "no") if isinstance(said, str) else type(said["ok"]) is bool, where
+            assert said in ("yes", "no") if isinstance(said, str) else type(said["ok"]) is bool, (
+                f"content breaks its grammar: {where}"
+            )
         if rules.content is not None and names:
             assert not answer.content, f"content next to calls: {where}"
 

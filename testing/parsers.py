@@ -127,7 +127,9 @@ class ParserConformance:
             if begin + 1 == end and new and isinstance(new[-1], Reasoning):
                 assert parsing.reasoning, "the last text was reasoning, but `reasoning` is False"
         events += parsing.end()
-        assert not any(isinstance(event, Content | Reasoning) and not event.text for event in events), "an empty text"
+        assert not any(isinstance(event, Content | Reasoning) and not event.text for event in events), (
+            "the parser returned Content or Reasoning with an empty text"
+        )
         return joined(events)
 
     def test_the_templates_are_recognized(self) -> None:
@@ -139,12 +141,16 @@ class ParserConformance:
         """Each example says what its author means."""
         for example in self.examples:
             answer = Answer.of(self.parse(example, example.text))
-            assert (answer.content, answer.reasoning) == (example.content, example.reasoning), example.text
-            assert [call.name for call in answer.calls] == [name for name, _ in example.calls], example.text
+            assert (answer.content, answer.reasoning) == (example.content, example.reasoning), (
+                f"content or reasoning of {example.text!r}"
+            )
+            assert [call.name for call in answer.calls] == [name for name, _ in example.calls], (
+                f"calls of {example.text!r}"
+            )
             for call, (_, wanted) in zip(answer.calls, example.calls, strict=True):
                 found = call.arguments if isinstance(wanted, str) else json.loads(call.arguments)
-                assert found == wanted, example.text
-            assert bool(answer.malformed) is example.malformed, f"{answer.malformed} of {example.text}"
+                assert found == wanted, f"arguments of {call.name} in {example.text!r}"
+            assert bool(answer.malformed) is example.malformed, f"malformed: {answer.malformed} of {example.text!r}"
 
     def test_cuts_make_no_difference(self) -> None:
         """A text in any pieces gives the events of the whole text: examples, and examples that are cut short."""
@@ -160,9 +166,9 @@ class ParserConformance:
         """The arguments of a call that has ended are a JSON object."""
         for example, text in self.texts():
             for call in Answer.of(self.parse(example, text)).calls:
-                assert call.name
+                assert call.name, f"a call without a name: {text!r}"
                 if call.complete:
-                    assert isinstance(json.loads(call.arguments), dict), text
+                    assert isinstance(json.loads(call.arguments), dict), f"not an object: {text!r}"
 
     def test_nothing_is_lost(self) -> None:
         """Every word of a text is somewhere in the answer."""
@@ -170,7 +176,7 @@ class ParserConformance:
             answer = Answer.of(self.parse(example, text))
             parts = [answer.content, answer.reasoning, *(call.name + call.arguments + call.id for call in answer.calls)]
             for word in ("weather", "Rome", "sunny", "hmm"):
-                assert sum(part.count(word) for part in parts) >= min(1, text.count(word)), (word, text)
+                assert sum(part.count(word) for part in parts) >= min(1, text.count(word)), f"{word} is lost: {text!r}"
 
     def texts(self) -> Iterator[tuple[Example, str]]:
         """The examples, and what is left of each if the output ends early or a piece is missing."""

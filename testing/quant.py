@@ -38,8 +38,8 @@ class QuantConformance(ExpertsConformance):
     options: ClassVar[Any] = None
     """Passed to the method. None: the defaults of its options_class."""
     error: ClassVar[float] = 0.0
-    """Error that quantizing weights (beyond what `store` returns) and activations may add: a norm, relative to a
-    row's."""
+    """Maximum error that quantizing weights (beyond what `store` returns) and activations adds to a row of outputs: the
+    norm of the error over the norm of the row."""
     quantizes: ClassVar[bool] = True
     """False: the method leaves all layers unquantized."""
     device: ClassVar[str] = "cpu"
@@ -50,12 +50,13 @@ class QuantConformance(ExpertsConformance):
     ranks: ClassVar[tuple[int, ...]] = (2, 4)
     """Numbers of ranks to shard layers over. Those that the method refuses are skipped."""
     may_lack: ClassVar[tuple[str, ...]] = ()
-    """Name endings of tensors that a checkpoint may lack, and then means another weight."""
+    """Name endings of tensors that a checkpoint may lack; without one, it represents another weight."""
 
     def store(self, name: str, weight: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
-        """Store one layer: its tensors, by what follows "NAME.", and the weight that they represent.
+        """Return the stored tensors of a layer, by what follows "NAME." in their names, and the weight they represent.
 
-        name: of the layer. weight: [out, in] float32, which may be rounded. Override it together with `checkpoint`.
+        name: of the layer. weight: [out, in] float32; the weight returned may be a rounded one. Override this method
+        together with `checkpoint`.
         """
         return {"weight": weight}, weight
 
@@ -287,7 +288,7 @@ class QuantConformance(ExpertsConformance):
     def test_layers_are_quantized(self, tmp_path: Path) -> None:
         """The method quantizes layers: one that leaves all unquantized would pass the other tests."""
         own = not isinstance(self.stored(tmp_path).load(self.one("a")).kernel, PlainKernel)
-        assert own is self.quantizes, f"{self.method.__name__} {'has' if own else 'lacks'} a kernel for a plain layer"
+        assert own is self.quantizes, f"the method {'quantizes' if own else 'does not quantize'} a linear layer"
 
     def test_kv_cache_dtype_and_scales(self) -> None:
         """kv_dtype names a dtype that a KV cache can have; kv_scales names tensors."""

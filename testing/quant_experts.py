@@ -19,7 +19,7 @@ from engine.testing.ranks import LoneRank
 NAME = "mlp.experts"
 NUM_EXPERTS, TOP_K = 4, 2
 ROUTING = ((0, 2), (2, 0), (2, 3), (3, 2), (0, 2))
-"""Experts of each token. Expert 1 has none, expert 2 all."""
+"""Experts of each token. Expert 1 gets no tokens, expert 2 all."""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -27,7 +27,7 @@ class ExpertsConformance:
     """Tests of `QuantMethod.experts`, skipped for a method that does not override it."""
 
     expert_size: ClassVar[int] = 64
-    """Intermediate size of the experts, whose inputs are as many as a layer's."""
+    """Intermediate size of the experts; `inputs` is their hidden size."""
 
     if TYPE_CHECKING:
         method: ClassVar[type[QuantMethod[Any]]]
@@ -72,7 +72,7 @@ class ExpertsConformance:
                 checked += 1
                 what = f"the sum over {ranks} ranks, by {'expert' if by_expert else 'tensor'}"
                 self._close_all(total.to(x.dtype), expected, what, 1.5)
-        assert checked, f"experts cannot be shared by any of {self.ranks} ranks"
+        assert checked, f"the method refuses to shard experts over any of {self.ranks} ranks"
 
     def test_captured_experts(self, tmp_path: Path) -> None:
         """A replayed CUDA graph computes from the current contents of x and of the routing."""
@@ -142,7 +142,7 @@ class ExpertsConformance:
         return Routing(experts, (torch.rand(rows, TOP_K, generator=draw) + 0.5).to(self.device))
 
     def local(self, routing: Routing, layer: Experts) -> Routing:
-        """The routing as one rank has it."""
+        """The routing with the rank's own numbers of experts; -1 for experts of other ranks."""
         mine = layer.spec.rank_experts
         experts = routing.experts - mine.start
         return Routing(experts.masked_fill((experts < 0) | (experts >= len(mine)), -1), routing.weights)

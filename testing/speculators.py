@@ -28,7 +28,7 @@ class SpeculatorConformance:
 
     def make(self) -> Speculator[Any]:
         """A fresh speculator."""
-        assert self.speculator.refuses(self.spec) is None, f"it refuses {self.spec}; set another spec"
+        assert self.speculator.refuses(self.spec) is None, f"the speculator refuses {self.spec}; set another spec"
         options = self.options
         if options is None and self.speculator.options_class is not None:
             options = self.speculator.options_class()
@@ -36,7 +36,7 @@ class SpeculatorConformance:
 
     @pytest.mark.parametrize("seed", range(6))
     def test_proposals_are_valid(self, seed: int) -> None:
-        """Whatever the tokens are, and however many at a time are new: at most `limit` ints of the vocabulary."""
+        """Proposals are at most `limit` ints of the vocabulary, for any tokens and any number of new ones per call."""
         pick = random.Random(seed)
         speculator = self.make()
         for number in range(4):
@@ -121,7 +121,7 @@ class SpeculatorConformance:
         return found
 
     def replay(self, speculator: Speculator[Any], text: list[int], name: str, tenant: str | None) -> list[list[int]]:
-        """Proposals for one text as it grows; the request has ended then."""
+        """Proposals for one text as it grows; finishes the request at the end."""
         tokens = text[:10]
         sequence = SpeculatedSequence(request_id=name, tokens=tokens, prompt_length=10, tenant=tenant)
         found = []

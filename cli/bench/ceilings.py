@@ -36,7 +36,7 @@ class Ceilings:
     flops: float
     """Floating-point operations per second of a large matmul."""
     source: str
-    """How the limits are known, for people to read."""
+    """Where each limit comes from, as text: measured or given."""
 
 
 def find_ceilings(

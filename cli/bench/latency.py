@@ -36,7 +36,7 @@ class Decode:
     phases: Mapping[str, float]
     """Phase -> seconds per step, by the same difference."""
     host: float
-    """Seconds per step in which the host does not wait: an upper bound of the idle time of the device."""
+    """Seconds per step in which the host does not wait: an upper bound of the device's idle time."""
     context: float
     """Average context length, tokens per sequence."""
 
@@ -203,7 +203,7 @@ def print_latency(measured: Latency, roofline: Roofline | None, machine: str) ->
     """Print a table of decode steps, one of host times, and a line for the prefill."""
     ceilings = f"; {roofline.ceilings.source}" if roofline is not None else ""
     print_table(
-        ("batch", "ms a step", "tokens/s", "weights, ms", "roofline, ms", "of roofline"),
+        ("batch", "ms per step", "tokens/s", "weights, ms", "roofline, ms", "of roofline"),
         [
             (
                 one.batch,
@@ -229,7 +229,7 @@ def print_latency(measured: Latency, roofline: Roofline | None, machine: str) ->
             )
             for one in measured.decodes
         ],
-        title="us of a decode step by phase (those of the runner are part of submit or wait)",
+        title="us of a decode step by phase (the runner's phases are part of submit or wait)",
     )
     if measured.prefill is not None:
         [row] = [row for row in measured.rows(roofline) if row.metric == "prefill"]

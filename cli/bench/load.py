@@ -55,7 +55,7 @@ class Load:
     ) -> Iterator[Request]:
         """Greedy requests that ignore end-of-sequence tokens, so that every run does the same work.
 
-        prefix: begins their names, and chooses their tokens unless `prompts` has them.
+        prefix: begins the requests' ids, and seeds their tokens unless `prompts` gives these.
         """
         from engine.core.types import Request, SamplingParams
 

@@ -55,7 +55,7 @@ def plot_latency(path: Path, measured: Latency, roofline: Roofline | None, machi
     axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("batch")
-    axes.set_ylabel("ms a step")
+    axes.set_ylabel("ms per step")
     _save(figure, axes, path)
 
 
@@ -68,7 +68,7 @@ def plot_serve(path: Path, levels: Sequence[Level], machine: str) -> None:
         axes.annotate(one.name, (one.tpot.p50, one.output_rate), textcoords="offset points", xytext=(6, -10))
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("ms an output token after the first")
+    axes.set_xlabel("ms per output token after the first")
     axes.set_ylabel("output tokens/s")
     _save(figure, axes, path)
 

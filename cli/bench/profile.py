@@ -1,7 +1,7 @@
 """Where a step's time goes on the device: kernels by name, and the time in which none runs, by torch.profiler.
 
-The profiler slows the host down, so that the time of a step is taken from steps just before, without it; a kernel's own
-time it leaves alone. On a CPU the operators of PyTorch take the kernels' place.
+The profiler slows down the host but not the kernels, so the time of a step is measured without the profiler, in the
+steps just before. On a CPU, PyTorch's operators take the place of kernels.
 """
 
 from __future__ import annotations
@@ -281,9 +281,9 @@ def _read(
 
 
 def _own_times(kernels: Sequence[Any]) -> list[float]:
-    """us of each, so that their sum is the time in which any runs.
+    """Own us of each kernel: from its start, or from the end of the kernel that ended before it, to its end.
 
-    A kernel may be set up, and wait, while those before it run: its own time begins when they have ended.
+    A kernel may be set up, and wait, while earlier kernels run.
     """
     own = [0.0] * len(kernels)
     ended = float("-inf")
@@ -321,13 +321,13 @@ def print_profile(profile: Profile) -> None:
             (f"{len(rest)} others", f"{sum(calls for _, calls, _ in rest):.2f}", f"{spent:.2f}", f"{spent / total:.1%}")
         )
     print_table(
-        ("kernel", "calls a step", "us a step", "of all"),
+        ("kernel", "calls per step", "us per step", "of all"),
         [(_short(name), *others) for name, *others in rows],
         title=f"{profile.title}: kernels, {profile.steps:g} steps",
     )
     long, short = profile.gaps()
     typer.echo(
-        f"us a step: {profile.wall:.1f} wall, {profile.busy:.1f} device busy, {profile.idle:.1f} idle\n"
+        f"us per step: {profile.wall:.1f} wall, {profile.busy:.1f} device busy, {profile.idle:.1f} idle\n"
         f"under the profiler: {profile.profiled:.1f} wall, idle {long:.1f} in gaps from {GAP:g} us and {short:.1f} in"
         " shorter ones\n"
     )

@@ -72,7 +72,7 @@ def report(benchmark: str, machine: str, rows: Sequence[Row], settings: Mapping[
 
 
 def header(benchmark: str, machine: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What each report begins with: when, on what, and of what its figures are."""
+    """The fields that each report begins with: benchmark, date, machine, commit, versions and settings."""
     return {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -27,7 +27,7 @@ class Roofline:
     """Minimum times of a model's work on a device."""
 
     cost: ModelCost
-    """Of one rank."""
+    """Cost of the steps on one rank."""
     ceilings: Ceilings
 
     @property
@@ -138,7 +138,7 @@ def configured_roofline(config: EngineConfig, bandwidth: float | None, matmul: f
 
 
 def stored_cost(config: EngineConfig, stored: Mapping[str, Any], device: DeviceInfo) -> ModelCost:
-    """What steps of a checkpoint cost, whose weights are not loaded.
+    """The cost of a model's steps, from a checkpoint whose weights are not loaded.
 
     stored: its config.json. Raises CheckpointError for weights that are quantized while they are loaded, since their
     size is then not in the checkpoint.
@@ -147,7 +147,7 @@ def stored_cost(config: EngineConfig, stored: Mapping[str, Any], device: DeviceI
     from engine.core.profiling import count_unloaded
 
     if config.quant.name not in (AUTO, "none") and not stored.get("quantization_config"):
-        raise CheckpointError("config.json does not say how many bits a weight has that is quantized while loading")
+        raise CheckpointError("config.json does not say how many bits per weight quantization while loading leaves")
     config = settle(config, device)
     parts = resolve(config, load_plugins(config.plugins), device, stored)
     dtype = resolve_dtype(config, stored, device)

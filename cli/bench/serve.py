@@ -36,12 +36,12 @@ SAME = ("input_len", "output_len", "vocab_size", "timeout", "text")
 CONNECTIONS = 32
 """Default maximum of concurrent requests per load process."""
 LEAD = 0.3
-"""Timeout in seconds for the load processes to open their connections."""
+"""Seconds from the moment all load processes are ready to the start of the load, in which they open connections."""
 
 
 @frozen(kw_only=True)
 class LoadLevel:
-    """One level of load: either `concurrency` requests at a time or `rate` requests a second."""
+    """One level of load: either `concurrency` requests at a time or `rate` requests per second."""
 
     concurrency: int = 0
     rate: float = 0.0
@@ -158,7 +158,7 @@ def serve(
     *,
     concurrency: Annotated[
         str | None,
-        typer.Option(help="Concurrent requests, as 1,64,256; by default these.", show_default=False),
+        typer.Option(help="Concurrent requests of each level of load; by default 1,64,256.", show_default=False),
     ] = None,
     rate: Annotated[
         str | None,
@@ -196,7 +196,7 @@ def serve(
     plot: Plot = None,
     resolved: Resolved,
 ) -> None:
-    """Latency and throughput of streaming completions over HTTP, from a server started for it or one at --url."""
+    """Latency and throughput of streaming completions over HTTP, from a server that it starts or the one at --url."""
     if url:
         refuse_settings(resolved, but=("model.path",))
     elif server_pid:

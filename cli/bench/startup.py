@@ -60,7 +60,7 @@ def start(config: EngineConfig) -> Start:
 
 
 def bytecode_hint(package: str = "torch") -> str | None:
-    """Why each start compiles the modules of a package, and what ends that. None: their bytecode is on disk."""
+    """Why each start compiles the modules of a package, and how to avoid that; None: their bytecode is on disk."""
     spec = find_spec(package)
     if spec is None or spec.cached is None or os.path.exists(spec.cached):
         return None

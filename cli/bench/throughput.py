@@ -195,7 +195,7 @@ def print_results(results: Sequence[Result], machine: str) -> None:
             for result in results
             for median in [result.median]
         ],
-        title="ms of a mean step by phase (those of the runner are part of submit or wait)",
+        title="ms of a mean step by phase (the runner's phases are part of submit or wait)",
     )
 
 

@@ -65,7 +65,7 @@ class Scrape:
 
 
 def scrape(host: str, port: int, api_key: str, processes: list[Process]) -> Scrape:
-    """Ask a server for its metrics. Raises ConfigError."""
+    """Ask a server for its metrics. Raises ConfigError or ServerError."""
     from engine.cli.bench.server_process import get
 
     status, body = get(host, port, "/metrics", api_key)

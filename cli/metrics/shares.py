@@ -14,22 +14,22 @@ RUNNER = ("prepare", "launch", "sample")
 """Phases of the runner: within submit where the engine's process runs the model, else in a worker, during wait."""
 IDLE = "idle"
 WHAT = {
-    "receive": "messages of the front ends; new requests to the scheduler",
+    "receive": "receiving messages of the front ends; adding requests to the scheduler",
     "schedule": "planning the step",
-    "submit": "the step to the executor; without workers, running it",
-    "wait": "for the result of the oldest step",
-    "commit": "tokens to the sequences; blocks of finished requests",
-    "send": "outputs to the front ends",
+    "submit": "giving the step to the executor; without workers, running it",
+    "wait": "waiting for the result of the oldest step",
+    "commit": "adding tokens to sequences; freeing blocks of finished requests",
+    "send": "sending outputs to the front ends",
     IDLE: "no request to run, and what is not measured",
-    "prepare": "the batch, to the device",
+    "prepare": "building the batch on the device",
     "launch": "launching the kernels; on a CPU, computing",
     "sample": "sampling; on a CPU, computing",
-    "http": "HTTP, checking bodies, whole answers, the event loop",
+    "http": "parsing HTTP, checking bodies, writing whole answers, the event loop",
     "tokenize": "chat templates and tokenizing",
     "route": "choosing the replica; sending the request",
     "deliver": "receiving the engine's messages",
-    "detokenize": "from tokens to text and events",
-    "write": "events to the sockets",
+    "detokenize": "turning tokens into text and events",
+    "write": "writing events to the sockets",
     "queue": "waiting to be scheduled",
 }
 """What each phase is."""
@@ -44,7 +44,7 @@ class PhaseShare:
     seconds: float
     """In the whole interval."""
     share: float | None
-    """Of all phases of the table; None for a part of another phase."""
+    """Share of the time of all phases of the table; None for a part of another phase."""
 
 
 @frozen

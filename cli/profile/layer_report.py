@@ -90,7 +90,7 @@ def print_layers(profiled: Profiled, table: LayerTable, peaks: Peaks | None) -> 
     if graphs:
         typer.echo(f"CUDA graphs, with the number of steps: {'; '.join(graphs)}")
     if uncounted := profiled.ranks[0].uncounted:
-        typer.echo(f"FLOPs that are not known, and so not counted: {', '.join(uncounted)}")
+        typer.echo(f"modules whose FLOPs are unknown, and so not counted: {', '.join(uncounted)}")
     if peaks is None:
         typer.echo(
             "no floors: the device's peaks are not known; give --peak-bandwidth and --peak-flops, as `engine bench"

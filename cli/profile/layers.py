@@ -29,7 +29,7 @@ SKIP = 2
 SLACK = 8
 """Spare steps, so that no sequence finishes."""
 MAX_ITERATIONS = 16
-"""Tokens per step that each sequence has room for, if its context does: schedulers may run several iterations per
+"""Tokens per step for which each sequence has room, context permitting: schedulers may run several iterations per
 step."""
 
 

@@ -43,7 +43,7 @@ def phases(
     output: Json = None,
     resolved: Resolved,
 ) -> None:
-    """The time of each phase of a step and of a request, of a running server or of one started for it."""
+    """The time of each phase of a step and of a request, in a running server or in one that the command starts."""
     from engine.cli.bench.serve import LoadLevel, apply_load, processes_for, served_config, vocab_size
     from engine.cli.bench.server_process import Server, first_api_key, running
 
@@ -112,7 +112,7 @@ def _finish(
     if not any(row.process == "front end" for row in request):
         say("the front ends do not measure their phases; start the server with --set server.phase_times=true")
     if shares is None:
-        say("without these, and without /proc on the server's machine, the share of HTTP is not known")
+        say("without the front ends' phases, and without /proc on the server's machine, the share of HTTP is not known")
     else:
         rows = [(name, f"{share:.1%}", f"{REPORTED[name]} %") for name, share in shares.shares.items()]
         print_table(("share", "here", "reported for vLLM 0.6"), rows, title="HTTP, scheduling, device")

@@ -60,13 +60,15 @@ def syscalls(
             for name, one in sorted(calls.items(), key=lambda item: -item[1].number)[:TOP]
         ]
         columns = ("system call", "per second", "errors", "us in the kernel per call")
-        print_table(columns, rows, title=f"{role}: {sum(one.number for one in calls.values()) / seconds:,.0f} a second")
+        print_table(
+            columns, rows, title=f"{role}: {sum(one.number for one in calls.values()) / seconds:,.0f} per second"
+        )
     if output is not None:
         write(output, report("profile syscalls", f"{seconds:g} s", list(_rows(found, seconds)), {"seconds": seconds}))
 
 
 def count(program: str, processes: list[Process], seconds: float) -> dict[str, dict[str, Calls]]:
-    """Run strace on all processes at the same time; the calls of each by role and name. Raises ConfigError."""
+    """Run strace on all processes at the same time; the calls by role and name. Raises ConfigError or ExecutorError."""
     running = []
     with tempfile.TemporaryDirectory(prefix="engine-strace-") as directory:
         try:

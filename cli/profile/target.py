@@ -22,7 +22,9 @@ Pid = Annotated[
         min=0,
     ),
 ]
-AdminKey = Annotated[str, typer.Option(help=f"With --url: its admin key; better give it in {ADMIN_KEY_VARIABLE}.")]
+AdminKey = Annotated[
+    str, typer.Option(help=f"With --url: the server's admin key; better give it in {ADMIN_KEY_VARIABLE}.")
+]
 
 
 def processes_of(url: str, pid: int) -> list[Process]:

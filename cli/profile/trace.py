@@ -30,7 +30,7 @@ def trace(
     admin_api_key: AdminKey = "",
     replica: Annotated[int, typer.Option(help="With --url: the replica to record.", min=0)] = 0,
     steps: Annotated[int, typer.Option(help="Steps to record.", min=1)] = 20,
-    after: Annotated[int, typer.Option(help="Steps to wait before.", min=0)] = 8,
+    after: Annotated[int, typer.Option(help="Steps to wait before the first one recorded.", min=0)] = 8,
     batch: Annotated[int, typer.Option(help="Without --url: concurrent requests of the load.", min=1)] = 8,
     input_len: Annotated[int, typer.Option(help="Without --url: prompt tokens per request.", min=1)] = 128,
     output: Annotated[Path, typer.Option(help="Without --url: file of the trace.")] = Path("profile.trace.json.gz"),

@@ -35,7 +35,7 @@ def top(
     interval: Annotated[float, typer.Option(help="Seconds between two scrapes of the server.", min=0.5)] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one interval as text, and end.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON object per interval; one of them with --once.")
+        bool, typer.Option("--json", help="Print a JSON object per interval; with --once, a single one.")
     ] = False,
     api_key: Annotated[
         str | None,

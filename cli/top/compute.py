@@ -112,7 +112,7 @@ def _cache(interval: Interval, labels: Mapping[str, str]) -> Cache:
 
 
 def _floor(interval: Interval, labels: Mapping[str, str]) -> float | None:
-    """Growth of the least seconds of the steps; None if unknown."""
+    """Growth of the minimum seconds of the steps at the device's peaks; None if unknown."""
     name = "engine_step_floor_seconds_total"
     return interval.total(name, **labels) if interval.after.values(name, **labels) else None
 

@@ -80,7 +80,7 @@ class Load:
 
 @frozen(kw_only=True)
 class Roofline:
-    """Steps of one kind on a device of each replica, or of all kinds."""
+    """The steps of one kind, or of all kinds, on one device of each replica."""
 
     kind: str
     """prefill, decode, mixed, or ALL."""
@@ -89,14 +89,14 @@ class Roofline:
     step_seconds: float
     """Mean duration of a step."""
     floor_seconds: float | None
-    """Mean of the least time of a step at the device's peaks; None if these are unknown."""
+    """Mean minimum time of a step at the device's peaks; None if these are unknown."""
     floor_share: float | None
     """Share of a step's time that the device needs at its peaks."""
     bytes_per_second: float
-    """Of one kind: per second of its steps. Of ALL: per second of the interval and replica. So too the fields below."""
+    """Of one kind: per second of its steps. Of ALL: per second of the interval and replica. So are the fields below."""
     flops_per_second: float
     bandwidth_share: float | None
-    """Of the peak; None if that is unknown."""
+    """Share of the peak; None if the peak is unknown."""
     flops_share: float | None
 
 

@@ -1,10 +1,10 @@
-"""Numbers as `engine top` writes them: three digits, and a unit."""
+"""Numbers as `engine top` writes them: rounded, with a unit."""
 
 from __future__ import annotations
 
 
 def rate(value: float) -> str:
-    """A number with three digits or more: 0, 0.123, 4.56, 78.9, 1,234."""
+    """A number of two or three digits, or a whole number: 0, 0.012, 0.12, 4.56, 78.9, 1,234."""
     if value == 0 or value >= 99.95:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"

@@ -55,7 +55,7 @@ class _Route:
     number: int
     in_columns: bool | None = None
     """Whether outputs with nothing but tokens go into the columns: not if tokens of a prediction are counted. None
-    before the first output, which is never there."""
+    before the first output, which never goes into the columns."""
     held: _Held | None = None
 
 
@@ -113,7 +113,7 @@ class OutputRoutes:
 
     @property
     def behind(self) -> bool:
-        """Whether outputs are held, so that `group` is to be called even if there are no new ones."""
+        """Whether outputs are held, so that `group` must be called even without new ones."""
         return bool(self._holding)
 
     def group(self, outputs: Sequence[Output], stats: EngineStats | None) -> Iterator[tuple[bytes, Outputs]]:

@@ -1,4 +1,4 @@
-"""Requests that front ends have sent and the engine has not got yet."""
+"""Requests that front ends have sent and that are not added to the engine yet."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class PendingRequests:
             self._messages.append(requests)
             try:
                 self._engine.add(request)
-            except (InvalidRequestError, PluginError, CheckpointError) as error:  # the last two: of a grammar's making
+            except (InvalidRequestError, PluginError, CheckpointError) as error:  # the last two: of compiling a grammar
                 refused.append(_refusal(request, error))
             if time.monotonic() > deadline:
                 break

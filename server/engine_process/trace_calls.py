@@ -1,4 +1,4 @@
-"""Records a trace of the engine, its ranks and the front ends when a front end asks; answers once it is written."""
+"""Records a trace of the engine, its ranks and the front ends for a front end; answers once the trace is written."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TraceCalls:
             self._send(peer, Outputs([], [], [], [], control=[make(number)]))
 
     def _notify(self, directory: str) -> None:
-        """Have the front ends record their spans, or, with an empty text, leave them in the directory."""
+        """Tell the front ends to record spans for the trace in `directory`; empty: to write those recorded."""
         if directory:
             self._directory, self._front_ends = directory, self._routes.front_ends()
         for peer in self._front_ends:

@@ -6,5 +6,5 @@ EngineClient (engine_client.py) chooses a replica for each request (routing.py),
 EngineLink (engine_link.py), and delivers outputs to the request's group (request_group.py). With tracing, what is
 recorded of a request (request_trace.py) is sent to a collector when the request has ended (trace_exporter.py,
 otlp_spans.py, otlp_http.py).
-server/http/ imports this room; of this room only main.py imports server/http/.
+server/http/ imports this package; in this package, only main.py imports server/http/.
 """

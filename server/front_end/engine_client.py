@@ -285,7 +285,7 @@ class EngineClient:
             self._delivering_since = time.monotonic_ns()
         requests, tokens, at = self._open, message.tokens, 0
         add_updated = self._updated_groups.append
-        # Most requests got one token in each of the last steps: observe the latency of equal ones together.
+        # Most requests got one token in the same earlier step: observe equal latencies together.
         num_equal, equal = 0, (now, 1)
         for number, count in zip(message.numbers, message.counts, strict=True):
             entry = requests.get(number)
@@ -349,7 +349,7 @@ def _observe_latency(metrics: ReplicaMetrics, now: float, last_token: float, cou
 
 
 def _batches(requests: Sequence[Request], indices: Iterable[int]) -> Iterator[list[int]]:
-    """Group the indices of requests in order, so that the texts of each group but the last have MAX_TOKENS tokens."""
+    """Group the indices of requests in order; a group ends once its prompts and predictions reach MAX_TOKENS."""
     batch: list[int] = []
     tokens = 0
     for index in indices:

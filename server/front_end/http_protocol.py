@@ -220,7 +220,7 @@ class HttpProtocol(HttpToolsProtocol):
         await self._application(scope, receive, send_message)
 
     def _must_linger(self, cycle: RequestResponseCycle) -> bool:
-        """Whether the connection of `cycle` is to be closed while the client is still sending."""
+        """Whether the connection of `cycle` must be closed while the client is still sending."""
         return cycle.more_body and not cycle.keep_alive and not self._discarding
 
     def _linger(self) -> None:
@@ -311,7 +311,7 @@ def _framing_error(error: httptools.HttpParserError, data: bytes) -> ApiError:
     if isinstance(error, invalid_url) or isinstance(error.__context__, invalid_url):
         return ApiError(400, INVALID_TARGET)
     if isinstance(error, httptools.HttpParserCallbackError):
-        log.error("a request could not be taken in", exc_info=error.__context__)
+        log.error("a callback of the HTTP parser failed", exc_info=error.__context__)
         return ApiError(500, "internal server error; see the server's log")
     return ApiError(400, f"the request is not valid HTTP/1.1: {error}")
 

@@ -45,7 +45,7 @@ class OpenRequest:
     """When the latest tokens came."""
     has_tokens: bool = False
     times: RequestTimes | None = None
-    """Those of the first token, once it has come."""
+    """The request's times, known with the first token."""
     cached_tokens: int = 0
     """Tokens of the prompt that were in the prefix cache, known with the first token."""
 

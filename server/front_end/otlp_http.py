@@ -62,7 +62,7 @@ class Collector:
     def send(self, data: bytes) -> tuple[int, str]:
         """Send spans; (number of spans that the collector rejected, its reason).
 
-        Raises UnavailableError or RefusedError.
+        Raises UnavailableError, RefusedError, or the OSError or HTTPException of a failed connection.
         """
         reused = self._connection.sock is not None
         try:

@@ -29,7 +29,7 @@ class PhaseTimes:
 
 
 class MeasuredPhaseTimes(PhaseTimes):
-    """Adds up CPU time by phase; the time of a phase within another is not the other's.
+    """Adds up CPU time by phase; the time of a nested phase does not count for the outer one.
 
     All time of the event loop outside timed functions is of the first phase, http. A call of a timed function costs
     about 2 us: two readings of the thread's clock, which are system calls.

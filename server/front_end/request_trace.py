@@ -1,7 +1,7 @@
 """What is recorded of one HTTP request for its trace: times and counts, never content.
 
-Times are time.monotonic(), seconds. The spans are made of it when the request has ended, in the exporter's thread
-(otlp_spans.py), so that a request in progress pays for a few assignments alone.
+Times are time.monotonic(), seconds. The exporter's thread builds the spans when the request has ended (otlp_spans.py),
+so that a request in progress costs only a few assignments.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ChoiceTrace:
     """Prompt tokens found in the prefix cache."""
     output_tokens: int = 0
     finish_reason: str = FINISH_ABORT
-    """That of the engine or of the front end, which ends choices at stop strings."""
+    """As the engine says, or the front end, which ends choices at stop strings."""
     preemptions: int | None = None
     """How often the choice was preempted; None: unknown, since the engine has not ended the choice."""
 
@@ -53,9 +53,9 @@ class GenerationTrace:
     choices: list[ChoiceTrace]
     """The first MAX_CHOICES choices."""
     cached_tokens: int = 0
-    """Of all choices, each prompt counted once."""
+    """Cached prompt tokens of all choices, each prompt counted once."""
     output_tokens: int = 0
-    """Of all choices."""
+    """Output tokens of all choices."""
 
     @classmethod
     def of(
@@ -132,13 +132,13 @@ class RequestTrace:
     route: str = ""
     """Empty if no route answered."""
     status: int = 0
-    """Of the response; 0: the client left before it began."""
+    """Status of the response; 0: the client left before the response began."""
     complete: bool = False
     """Whether the response was sent to its end."""
     request_id: str = ""
     error_type: str = ""
     error_message: str = ""
-    """Of a failure of the server."""
+    """Message of a failure of the server; empty for other errors."""
     generation: GenerationTrace | None = None
 
     def fail(self, status: int, code: str | None, message: str) -> None:

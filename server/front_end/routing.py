@@ -26,7 +26,7 @@ MAX_OUTPUT_COST = 256
 MAX_HASHED_BLOCKS = 1024
 """Maximum number of leading blocks of a prompt that are hashed, because hashing blocks the front end."""
 MAX_HASHED_IN_ALL = 4096
-"""The same of all prompts submitted together, of which each has an equal share."""
+"""Maximum number of blocks hashed of all prompts submitted together; each prompt has an equal share."""
 MAX_INDEXED_BLOCKS = 2**16
 """Maximum number of blocks remembered per replica, however large the replica's cache is."""
 
@@ -129,8 +129,8 @@ class Router:
             return 0, len(prompt)
         digests = self._digests(prompt, request.salt, max_blocks)
         home = self._home(request, loads)
-        # Front ends do not know what the others remember: where all costs are equal, the same prompt makes the same
-        # choice in each.
+        # Front ends do not share their indexes: where all costs are equal, each chooses the same replica for the same
+        # prompt.
         preferred = int.from_bytes(digests[0][:8], "big") if digests else next(self._turn)
         best: tuple[float, int, int, int] | None = None
         for replica, load in enumerate(loads):
@@ -146,8 +146,8 @@ class Router:
     def _home(self, request: Request, loads: Sequence[float | None]) -> int | None:
         """The home of a request's cache key; None without a key, or while the home has too much load.
 
-        It is the replica that comes first in an order of the key's own, of those that accept requests. So the keys of a
-        replica that is down spread over the others, and return to it.
+        Chosen by rendezvous hashing among the replicas that accept requests, so the keys of a replica that is down
+        spread over the others, and return to it.
         """
         if not request.cache_key or not self._any_cache:
             return None

@@ -70,7 +70,7 @@ class TraceExporter:
         self._lost = ThrottledWarning(log, f"lost traces of requests: %d, because {url} %s; requests are not affected")
         self._failing = False
         self._lock = threading.Lock()
-        """Of the count of lost traces."""
+        """Guards the count of lost traces."""
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
@@ -107,7 +107,7 @@ class TraceExporter:
             data, num_spans = self._encoder.encode(_unhurried(traces), time.time() - time.monotonic())
         except Exception:
             log.exception("traces of requests could not be encoded")
-            self._drop(len(traces), "cannot be given what could not be encoded")
+            self._drop(len(traces), "gets no spans that could not be encoded")
             return True
         pause = self._min_pause
         while True:

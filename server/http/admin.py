@@ -1,4 +1,4 @@
-"""POST /reset_prefix_cache, and those that start and stop profiles: routes that need an admin key (access.py)."""
+"""POST /reset_prefix_cache, and the routes that start and stop profiles; all need an admin key (access.py)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StartProfileBody(ReplicaBody, kw_only=True, forbid_unknown_fields=True):
     steps: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Steps to record; 0: until /stop_profile."""
     after: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Steps to wait before."""
+    """Steps to wait before the first one recorded."""
     activities: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
     nvtx: bool = False
 

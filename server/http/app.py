@@ -36,7 +36,7 @@ def make_app(
     """Make the application; the engine must have started.
 
     api_keys: empty if clients need none. table: counts for the limits of each key; None: no limits. plugins: may add
-    routes. warn: whether to log a warning for each plugin that fails to.
+    routes. warn: whether to log a warning for each plugin that fails to add its routes.
     """
     app = FastAPI(title="engine", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     routers = [module.routes(service) for module in (completions, chat, tokenize, status, admin)]
@@ -96,7 +96,7 @@ def make_app(
 
 
 def _outermost(service: Service, app: ASGIApp, counter: HttpCounter) -> ASGIApp:
-    """The application with what sees every response."""
+    """The application inside the middleware that sees every response: the request log and tracing."""
     logged = RequestLog(app, counter, structured=service.limits.log_format == "json")
     return logged if service.tracer is None else Tracing(logged, service.tracer)
 

@@ -111,7 +111,7 @@ class ChatWriter(ChoicesWriter):
         self._top_logprobs = logprobs
         self._messages = messages
         self._early: set[int] = set()
-        """Choices of a stream that have begun before it was known what they say."""
+        """Choices of a stream whose first event had to be sent before their first text was known."""
         self._logprob_lists = [JsonLists("content") for _ in range(num_choices)]
         self._finish_reasons: list[str | None] = [None] * num_choices
 
@@ -139,7 +139,7 @@ class ChatWriter(ChoicesWriter):
     def _delta_events(self, delta: Delta) -> Iterator[bytes]:
         """The role before a choice's first text, then the text, then the finish reason, each an event of its own.
 
-        What is parsed begins when it is known what the first text is, so that `content` is null before anything else.
+        A parsed choice begins once its first delta is known, so that `content` is null unless that delta is content.
         """
         message, choice = self._messages[delta.choice], delta.choice
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
@@ -155,10 +155,10 @@ class ChatWriter(ChoicesWriter):
             yield self._delta_event(choice, {}, None, message.finish_reason(delta.finish_reason), message.error)
 
     def _beginnings(self, choice: int, deltas: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
-        """The first event of a choice, whose first deltas are given, after those of all choices before.
+        """The first event of a choice, after the first events of all choices with lower numbers.
 
-        OpenAI's client numbers choices as they come. A choice that had to begin early has `content` null, which becomes
-        empty if nothing else comes.
+        deltas: the choice's first ones. OpenAI's client numbers choices in the order in which they begin. A choice that
+        had to begin early has `content` null, which becomes empty if nothing else comes.
         """
         null = bool(deltas) and "content" not in deltas[0]
         if self._is_first(choice):

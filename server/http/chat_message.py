@@ -33,7 +33,7 @@ class _Call:
     """Reads the input of a custom tool."""
 
     def body(self) -> dict[str, Any]:
-        """As in a message; the arguments so far."""
+        """The call in the JSON of a message, with the arguments so far."""
         if self.input is not None:
             return {"id": self.id, "type": "custom", "custom": {"name": self.name, "input": "".join(self.arguments)}}
         return {
@@ -43,7 +43,7 @@ class _Call:
         }
 
     def piece(self, arguments: str) -> tuple[str, dict[str, Any]]:
-        """What a further piece of the arguments adds: a text, and the delta that says so."""
+        """Read a further piece of the arguments; return the text that it adds, and the delta with this text."""
         if self.input is None:
             return arguments, {"function": {"arguments": arguments}}
         text = self.input.feed(arguments)

@@ -109,7 +109,7 @@ async def _given_tokens(service: Service, body: CompletionBody, tokens: Any) -> 
     if not isinstance(tokens, list) or set(map(type, tokens)) - {int}:
         raise invalid("prompt must be a text, a list of texts, of token ids, or of lists of token ids", "prompt")
     parameters.check_tokens(tokens, service.vocab_size, "prompt")
-    await asyncio.sleep(0)  # with 256 of them, streams get their turns
+    await asyncio.sleep(0)  # streams get their turns between many prompts
     return Prompt(tokens, await service.decode(tokens, body.skip_special_tokens is not False) if body.echo else "")
 
 

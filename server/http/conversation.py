@@ -38,7 +38,7 @@ async def respond(
     stream: bool,
     headers: Mapping[str, str] | None = None,
 ) -> SendResponse:
-    """Check a conversation, render and tokenize it; what sends the answer, which begins when it is called.
+    """Check, render and tokenize a conversation; return the function that generates and sends the answer.
 
     name: id of the response. headers: further headers of the response. Raises ApiError or InvalidRequestError.
     """
@@ -87,7 +87,7 @@ async def respond(
 def checked(service: Service, conversation: Conversation) -> tuple[SamplingParams, list[dict[str, Any]]]:
     """All sampling parameters but the grammar, and the tools as templates expect them. Raises ApiError.
 
-    max_tokens is as given; it depends on the prompt where it is not.
+    max_tokens is set only if it is given: otherwise it depends on the prompt's length.
     """
     names, limits = conversation.names, service.limits
     parameters.check_num_choices(conversation.n, limits)

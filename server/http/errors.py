@@ -1,4 +1,4 @@
-"""JSON responses, those that report errors too."""
+"""JSON responses, including those that report errors."""
 
 from __future__ import annotations
 

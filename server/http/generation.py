@@ -73,7 +73,7 @@ class Generation:
         self._detokenizers: dict[int, Detokenizer] = {}
         """The detokenizers of the choices that have outputs."""
         self._unparsed: dict[int, Detokenizer] = {}
-        """Those of the choices whose outputs are not parsed."""
+        """The detokenizers of the choices whose outputs are not parsed."""
         self._choices_per_prompt = choices_per_prompt
         self.running = set(range(len(requests) * choices_per_prompt))
         """Choices that have not finished."""
@@ -110,7 +110,7 @@ class Generation:
 
     @property
     def behind(self) -> bool:
-        """Whether `events` has left off, to let other streams go on, and is to be called again."""
+        """Whether `events` stopped early, to let other streams go on, and must be called again."""
         return self._unbuilt is not None
 
     @property
@@ -154,7 +154,7 @@ class Generation:
         self._client.write_later(write, data)
 
     def events(self, templates: Mapping[int, Template] | None, build_events: BuildEvents) -> bytes:
-        """The new outputs as server-sent events, without waiting; leaves off after SLICE_SECONDS, see `behind`.
+        """The new outputs as server-sent events, without waiting; stops after SLICE_SECONDS, see `behind`.
 
         templates: the event of each choice for plain text; None: `build_events` builds these too. build_events: builds
         the events of any other delta, such as the first or the last. Raises ApiError when a choice failed.
@@ -196,7 +196,7 @@ class Generation:
         return b"".join(data)
 
     def _build(self, data: list[bytes], deadline: float) -> bool:
-        """Append unbuilt events to `data` until the time is over; whether all are built."""
+        """Append unbuilt events to `data` until `deadline`; return whether all are built."""
         assert self._unbuilt is not None
         for event in self._unbuilt:
             data.append(event)
@@ -216,7 +216,7 @@ class Generation:
         return "".join(event.text for event in events if isinstance(event, Content))
 
     def _feed(self, event: OutputEvent, delta: Delta) -> None:
-        """Detokenize an output and add the text to `delta`, parsed if it is to be."""
+        """Detokenize an output and add its text to `delta`, or the events of a choice that is parsed."""
         choice, tokens, output = event
         if output is not None:
             self._feed_full(choice, output, delta)
@@ -285,9 +285,9 @@ class Generation:
                 delta.finish_reason = self._stop(choice)
 
     def _count_prediction(self, choice: int, counts: tuple[int, int], kept: int) -> None:
-        """Take in the `prediction_tokens` of an output, of whose tokens the first `kept` are not behind a stop string.
+        """Count the `prediction_tokens` of an output whose tokens after the first `kept` are behind a stop string.
 
-        Its accepted tokens are the first ones; those behind count as rejected.
+        An output's accepted tokens come first; those behind the stop string count as rejected.
         """
         assert self._predictions is not None
         before = self._predictions[choice][0]
@@ -295,7 +295,7 @@ class Generation:
         self._predictions[choice] = (accepted, sum(counts) - accepted)
 
     def _begin_parsing(self, choice: int) -> frozenset[int]:
-        """Parse the output of a choice if it is to be; the special tokens that stay in its text."""
+        """Begin to parse a choice's output, if outputs are parsed; return the special tokens that stay in its text."""
         parsing = self._format.begin() if self._format is not None else None
         if self._format is None or parsing is None:
             return frozenset()
@@ -303,7 +303,7 @@ class Generation:
         return self._format.keep
 
     def _stop(self, choice: int) -> str:
-        """End a choice at a stop string and abort the choice in the engine; the finish reason."""
+        """End a choice at a stop string or after its only call, and abort it in the engine; the finish reason."""
         assert self._group is not None
         self.running.discard(choice)
         self._group.abort(choice, FINISH_STOP, self._detokenizers[choice].num_tokens)

@@ -52,7 +52,7 @@ class Job:
         grammar_parameter: str | None = None,
         operation: str = "chat",
     ) -> None:
-        """name: id of the response. requests: one per prompt, in order. headers: further ones of the response.
+        """name: id of the response. requests: one per prompt, in order. headers: further headers of the response.
 
         output_format: None if nothing is parsed. grammar_parameter: the parameter that asks for the requests' grammar,
         for refusals. operation: what is done, as traces name it.
@@ -69,7 +69,7 @@ class Job:
         self._operation = operation
 
     def response(self) -> SendResponse:
-        """Sends the HTTP response; generation begins when the response is sent."""
+        """The function that sends the HTTP response; generation begins when it is called."""
         headers = {"x-request-id": self._name, **self._headers}
         generation = self._generation()
         if self._stream:

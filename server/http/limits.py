@@ -12,7 +12,7 @@ from engine.server.front_end.errors import ApiError
 from engine.server.shared.limits_table import LimitsTable
 
 BUSY_RETRY = 1
-"""Retry-After in seconds of a request beyond the requests in progress."""
+"""Retry-After in seconds of a request beyond server.concurrency_limit."""
 
 
 class RequestLimits:

@@ -60,7 +60,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     refusal: str | None = None
     """Of an assistant: what it said instead of content."""
     annotations: list[Any] | None = None
-    """Of an earlier answer: nothing that a prompt has."""
+    """Of an earlier answer; ignored: prompts have no annotations."""
     provider_specific_fields: dict[str, Any] | None = None
     """Of an earlier answer: litellm's notes on its fields."""
     # OpenAI's client sends these as null when an earlier answer is part of the chat.

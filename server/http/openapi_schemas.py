@@ -21,7 +21,7 @@ COUNT: Schema = {"type": "integer", "minimum": 0}
 NULL: Schema = {"type": "null"}
 REF = "#/components/schemas/"
 OF_PLUGINS = "plugin."
-"""Beginning of the names of schemas of plugins, so that none is that of another type."""
+"""Prefix of the names of plugins' schemas, so that none is the name of another schema."""
 STREAM: Schema = {"description": "Events `data: {...}`, the last one `data: [DONE]`."}
 FINISH_REASON: Schema = {"enum": ["stop", "length"]}
 CHAT_FINISH_REASON: Schema = {"enum": ["stop", "length", "tool_calls"]}
@@ -72,7 +72,7 @@ def constraints(service: Service) -> dict[str, Schema]:
         "stop_token_ids": {"type": "array", "items": token, "maxItems": limits.max_stop},
         "logit_bias": {
             "type": "object",
-            "description": f"Token id, at most {service.vocab_size - 1}, to bias.",
+            "description": f"Token id, at most {service.vocab_size - 1} -> bias.",
             "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"},
             "additionalProperties": {"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS},
             "maxProperties": limits.max_logit_bias,

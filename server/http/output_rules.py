@@ -22,7 +22,7 @@ class Output:
     """How an output is made and read."""
 
     grammar: Grammar | None
-    """What all of it matches, reasoning and marks of calls included; None: it is free."""
+    """What the whole output matches, reasoning and marks of calls included; None: anything."""
     grammar_parameter: str
     """The parameter that asks for the grammar, for refusals."""
     format: OutputFormat | None
@@ -34,8 +34,8 @@ def planned_output(
 ) -> Output:
     """The output of a conversation. tools: those that are offered. prompt: the rendered conversation.
 
-    Of large tools this takes long, and runs in a thread. Raises ApiError for what the model's parser cannot make the
-    model do, and for a grammar that the engine would refuse for its length.
+    Takes long with large tools: call it in a thread. Raises ApiError for rules that the model's parser cannot enforce,
+    and for a grammar that the engine would refuse for its length.
     """
     output = _planned(service, conversation, tools, prompt)
     if output.grammar is not None:
@@ -72,7 +72,7 @@ def _planned(service: Service, conversation: Conversation, tools: Sequence[Mappi
         if rules.restricts_calls:
             raise invalid(f"{what} cannot be enforced: {who}; leave it out, or use another --parser", param)
         if tools and content is not None:
-            raise invalid(f"{names.grammar} cannot be combined with tools: {who}, which it would have to allow", param)
+            raise invalid(f"{names.grammar} cannot be combined with tools: {who}, so no grammar can allow them", param)
         return Output(grammar=content, grammar_parameter=param, format=parsed if content is None else None)
     try:
         grammar = parser.grammar(rules)

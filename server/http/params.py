@@ -31,7 +31,7 @@ SAME_NAMES = (
 CONVERTED = ("stop", "stop_token_ids", "logit_bias")
 """Parameters with the same name, whose values are converted: a text or a list, a list, an object."""
 RANDOM_SEED = -1
-"""A seed that asks for a random one, as no seed does."""
+"""A seed that asks for a random one, as leaving it out does."""
 MAX_LOGIT_BIAS = 100.0
 """Maximum absolute value in logit_bias, as at OpenAI. The engine itself accepts any finite bias."""
 
@@ -108,7 +108,7 @@ def check_length(text: str | None, limits: ServerConfig, param: str) -> None:
     if text is not None and len(text) > limits.max_salt_chars:
         raise invalid(
             f"{param} has {len(text)} characters; at most {limits.max_salt_chars} (server.max_salt_chars) are "
-            "allowed, so send a hash of a longer one",
+            "allowed, so send a hash of it",
             param,
         )
 
@@ -134,7 +134,7 @@ def check_logprobs(count: int, limits: ServerConfig, param: str) -> None:
 def with_max_tokens(
     given: int | None, param: str, default: int | None, params: SamplingParams, prompt_len: int, max_len: int
 ) -> SamplingParams:
-    """`params` with max_tokens set: as given, else `default` (None: unlimited) or what the context has left.
+    """`params` with max_tokens set: as given, else `default` (None: unlimited) within what the context has left.
 
     param: name under which the client gave the value. max_len: context length, tokens.
     Raises ApiError when prompt and output exceed the context.

@@ -1,4 +1,4 @@
-"""Routes of plugins: calls the hook `register_routes`, and is what the routes use of the server."""
+"""Routes of plugins: calls the hook `register_routes`, and implements Routes, what they use of the server."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def plugin_routes(
         try:
             returned = manager.hook.register_routes(routes=routes)
             if returned:
-                raise PluginError(f"it returns {returned[0]!r} from register_routes(), which ignores it")
+                raise PluginError(f"its register_routes() returns {returned[0]!r}; it must return nothing")
         except BaseException as error:
             raise_interrupt(error)
             if warn:
@@ -232,7 +232,7 @@ class _PluginRoutes(Routes):
 
 
 def starlette_routes(routes: Iterable[PluginRoute]) -> list[Route]:
-    """The routes as the application has them: one for each path, for any number of methods."""
+    """The routes as the application has them: one for each route of a plugin."""
     return [Route(one.path, one.endpoint, methods=one.methods) for one in routes]
 
 

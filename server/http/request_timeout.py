@@ -39,7 +39,7 @@ class Deadline:
             timer.cancel()
 
     def error(self) -> ApiError:
-        """The sentence that the client gets."""
+        """The error that the client gets."""
         message = f"the request took longer than {self.seconds:g} s (server.request_timeout); ask for fewer tokens"
         return ApiError(504, message, code="request_timeout")
 

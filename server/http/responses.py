@@ -60,7 +60,7 @@ def prepared(prepare: Callable[[], Awaitable[SendResponse]]) -> CancellableRespo
 
 
 def answer(body: Callable[[Scope], Awaitable[Sequence[bytes]]], headers: Mapping[str, str]) -> SendResponse:
-    """Sends a JSON response of the pieces that `body` returns, or with the ApiError that `body` raises."""
+    """A function that sends a JSON response: the pieces that `body` returns, or the ApiError that it raises."""
 
     async def send_response(scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -85,7 +85,7 @@ def stream(
     end: bytes = DONE,
     error_event: Callable[[ApiError], bytes] = error_event,
 ) -> SendResponse:
-    """Sends server-sent events, and `end` after the last one.
+    """A function that sends server-sent events, and `end` after the last one.
 
     An ApiError before the first event becomes a plain error response; a later one becomes the last event, which
     `error_event` builds.

@@ -47,7 +47,7 @@ MESSAGE_CHARS = 64
 MESSAGES_AT_A_TIME = 1000
 """Messages that are checked without a pause."""
 LONG_TOKEN_CHARS = 8
-"""Texts of more characters per token of the context are most likely too long, which is found out first."""
+"""Texts with more characters per token of the context are probably too long, which is checked before tokenizing."""
 
 
 @frozen
@@ -113,7 +113,7 @@ class Service:
             self.active -= 1
 
     def new_call_id(self) -> str:
-        """An id for a tool call to which the model has given none, as the model's format has them."""
+        """An id for a tool call to which the model has given none, in the model's format."""
         return f"call_{uuid.uuid4().hex}" if self.parser is None else self.parser.new_call_id()
 
     def engine_reports(self) -> Sequence[EngineReport]:
@@ -163,9 +163,9 @@ class Service:
     ) -> list[Request]:
         """One engine request per prompt, with its `params`.
 
-        name: ID of the HTTP request. n: choices per prompt. salt: prefixes are shared only with requests of the same.
-        cache_key: requests of one key go to the same replica, if it is not overloaded. prediction: of each output.
-        Raises ApiError for more choices than the server ever accepts.
+        name: ID of the HTTP request. n: choices per prompt. salt: prefixes are shared only with requests of the same
+        salt. cache_key: requests of one key go to the same replica, if it is not overloaded. prediction: the predicted
+        output. Raises ApiError for more choices than the server ever accepts.
         """
         now = time.monotonic()
         choices = len(prompts) * n
@@ -250,9 +250,9 @@ class Service:
         """Render and tokenize a conversation up to the assistant's answer.
 
         messages: as chat templates expect them, `content` a text. variables: additional variables of the chat template,
-        none of TEMPLATE_ARGUMENTS. tools: as it expects them. parameter: that of the messages, for refusals. salt:
-        conversations share what is kept of their tokens only with those of the same salt, as they do their prefixes.
-        Raises ApiError or InvalidRequestError.
+        none of TEMPLATE_ARGUMENTS. tools: as chat templates expect them. parameter: that of the messages, for refusals.
+        salt: cached tokens are shared only between conversations of the same salt, as prefixes are. Raises ApiError or
+        InvalidRequestError.
         """
         self._check_number(messages, parameter)
         given = dict(variables or {}) | ({"tools": tools} if tools else {})
@@ -260,9 +260,9 @@ class Service:
         return await self.work(chat, MESSAGE_CHARS * len(messages), messages, given)
 
     async def work(self, work: Callable[[], T], least: int, *values: object) -> T:
-        """The result of work that takes as long as tokenizing the JSON of some values; of much, in a thread.
+        """Run work that takes about as long as tokenizing the JSON of `values`; in a thread if that is long.
 
-        least: characters to which the values add.
+        least: characters to add to those of the values.
         """
         size = least + sum(json_size(value, THREAD_CHARS) for value in values)
         if size < THREAD_CHARS:

@@ -19,7 +19,7 @@ NO_PARAMETERS = {"type": "object", "properties": {}}
 def offered_tools(
     tools: Sequence[FunctionTool], choice: ToolChoice, *, readable: bool, parameter: str = "tool_choice"
 ) -> list[dict[str, Any]]:
-    """The tools as chat templates expect them; none if the model is to call none.
+    """The tools as chat templates expect them; none if the choice is "none".
 
     They do not depend on which of them may be called, so that prompts keep their prefixes. readable: whether the server
     can read the model's calls. parameter: that of `choice`. Raises ApiError for what cannot be honoured.
@@ -39,8 +39,8 @@ def offered_tools(
         return []
     if not readable:
         raise invalid(
-            "this server cannot read tool calls of this model; start it with --parser, if the model writes one of its "
-            "formats, or leave tools out",
+            "this server cannot read tool calls of this model; start it with --parser, if there is a parser of the "
+            "model's format, or leave tools out",
             "tools",
         )
     return list(found.values())
@@ -61,7 +61,7 @@ def _check_names(choice: ToolChoice, found: Mapping[str, Any], parameter: str) -
         if name not in found:
             raise invalid(f"{parameter} names {excerpt(name)!r}, which is none of the tools", parameter)
     if choice.allowed is not None and not choice.allowed:
-        raise invalid(f"{parameter} allows no tools; say none instead", parameter)
+        raise invalid(f"{parameter} allows no tools; give none instead", parameter)
 
 
 def _template_tool(tool: FunctionTool) -> dict[str, Any]:

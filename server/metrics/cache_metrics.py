@@ -85,7 +85,7 @@ CACHE_METRICS: tuple[Metric[ReplicaReport], ...] = (
     _measured(
         "gauge",
         "kv_fragmentation",
-        "Share of the KV cache's room for tokens that is taken and of no use, by reason.",
+        "Share of the KV cache's token slots that are allocated but of no use, by reason.",
         _fragmentation,
         "reason",
     ),
@@ -116,4 +116,4 @@ CACHE_METRICS: tuple[Metric[ReplicaReport], ...] = (
         read=_events(1),
     ),
 )
-"""Those that are off export nothing."""
+"""Metrics whose measurement is off export nothing."""

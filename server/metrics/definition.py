@@ -50,7 +50,7 @@ class Metric(Generic[Source]):
     labels: tuple[str, ...] = ()
     """The metric's own labels; all have model_name, and those of a replica have replica."""
     bounds: tuple[float, ...] = ()
-    """Of a histogram."""
+    """Bucket bounds of a histogram."""
     up_to_context: bool = False
     """Whether bounds above the maximum context length are left out."""
     general: bool = False

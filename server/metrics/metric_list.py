@@ -132,8 +132,8 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
     Metric(
         name="num_requests_waiting_by_reason",
         kind="gauge",
-        help="Requests not yet scheduled. capacity: for room in the batch or in the KV cache; deferred: until a grammar"
-        " is compiled.",
+        help="Requests not yet scheduled. capacity: waiting for room in the batch or in the KV cache; deferred: waiting"
+        " for a grammar to be compiled.",
         labels=("reason",),
         read=_waiting,
         vllm=VllmName(name="num_requests_waiting_by_reason"),
@@ -171,7 +171,7 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
     _of_requests("request_generation_tokens", "Tokens generated.", up_to_context=True),
     _of_requests(
         "request_max_num_generation_tokens",
-        "Tokens of the longest choice of a prompt, whose choices have all finished.",
+        "Tokens of the longest choice of a prompt, counted when all its choices have finished.",
         up_to_context=True,
     ),
     _of_requests(
@@ -179,7 +179,7 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
         "max_tokens of the request; if it gives none, what its prompt leaves of the context.",
         up_to_context=True,
     ),
-    _of_requests("request_params_n", "Choices of a prompt, whose choices have all finished.", buckets.VLLM_NUM_CHOICES),
+    _of_requests("request_params_n", "Choices of a prompt, counted when all have finished.", buckets.VLLM_NUM_CHOICES),
     _of_engine(
         "histogram",
         "request_num_preemptions",
@@ -191,7 +191,7 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
     _of_engine(
         "counter",
         "prompt_tokens",
-        "Prompt tokens computed, step by step, and again after a preemption.",
+        "Prompt tokens computed, counted per step; those computed again after a preemption count again.",
         lambda engine: engine.stats.prompt_tokens,
     ),
     Metric(
@@ -224,14 +224,14 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
     Metric(
         name="kv_blocks_by_kind",
         kind="gauge",
-        help="KV blocks held by each kind of layers, by state; of models of several kinds.",
+        help="KV blocks held by each kind of layers, by state; only for models with several kinds.",
         labels=("kind", "state"),
         read=_blocks_by_kind,
     ),
     Metric(
         name="cache_config_info",
         kind="gauge",
-        help="1; the labels say how the KV cache is made.",
+        help="1; the labels are the configuration of the KV cache.",
         labels=("block_size", "num_blocks", "cache_dtype", "prefix_caching"),
         read=_cache_config,
         vllm=VllmName(
@@ -300,22 +300,22 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
     Metric(
         name="graph_replays",
         kind="counter",
-        help="Steps that ran in CUDA graphs, by kind (decode, verify, prefill) and by size of the graphs: sequences, "
-        "for verify and prefill tokens.",
+        help="Steps that ran in CUDA graphs, by kind (decode, verify, prefill) and by size of the graph: sequences for "
+        "decode, tokens for verify and prefill.",
         labels=("kind", "size"),
         read=_graph_replays,
     ),
     Metric(
         name="graph_padding",
         kind="counter",
-        help="Padding that CUDA graphs computed, by kind: sequences, for verify and prefill tokens.",
+        help="Padding that CUDA graphs computed, by kind: sequences for decode, tokens for verify and prefill.",
         labels=("kind",),
         read=_graph_padding,
     ),
     Metric(
         name="graph_misses",
         kind="counter",
-        help="Steps that ran without CUDA graphs although there are some.",
+        help="Steps that ran without a CUDA graph although the engine has graphs.",
         read=_graph_misses,
     ),
     _of_engine(

@@ -1,4 +1,4 @@
-"""Metrics of what steps compute and move, next to what their devices could."""
+"""Metrics of the FLOPs and bytes of steps, and of their devices' peaks."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ ROOFLINE_METRICS: tuple[Metric[ReplicaReport], ...] = (
     _by_kind("steps_by_kind", "Steps run, by kind: prefill, decode or mixed.", lambda work: work.steps),
     _by_kind(
         "step_seconds",
-        "Seconds from the submission of each step, or from the result of the step before, to its result.",
+        "Seconds from the submission of each step, or from the previous step's result if that is later, to its result.",
         lambda work: work.seconds,
     ),
     _by_kind(
         "step_floor_seconds",
-        "The least seconds that the steps take at the device's peaks; absent where the peaks are unknown.",
+        "Minimum seconds that the steps would take at the device's peaks; absent where the peaks are unknown.",
         lambda work: work.floor_seconds,
     ),
     _by_kind("model_flops", "FLOPs of matrix products that the steps computed, per device.", lambda work: work.flops),
@@ -63,12 +63,12 @@ ROOFLINE_METRICS: tuple[Metric[ReplicaReport], ...] = (
     _peak("peak_bytes_per_second", "Peak memory bandwidth of a device.", lambda peaks: peaks.bandwidth),
     _peak(
         "peak_flops_per_second",
-        "Peak rate of dense matrix products in the model's dtype of a device, FLOPs per second.",
+        "Peak rate of a device for dense matrix products in the model's dtype, FLOPs per second.",
         lambda peaks: peaks.flops,
     ),
     _peak(
         "peak_flops8_per_second",
-        "Peak rate of dense matrix products of 8-bit numbers of a device, FLOPs per second.",
+        "Peak rate of a device for dense matrix products of 8-bit numbers, FLOPs per second.",
         lambda peaks: peaks.flops8,
     ),
 )

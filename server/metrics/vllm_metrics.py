@@ -1,4 +1,4 @@
-"""Metrics that vLLM has and we have under other definitions or never need: others ask for them."""
+"""Metrics of vLLM that this engine defines otherwise or never needs, exported because dashboards ask for them."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ VLLM_METRICS: tuple[Metric[ReplicaReport], ...] = (
     _of_vllm(
         "counter",
         "cudagraph_iterations",
-        "Steps, each iteration of a multi-step step counted, in a CUDA graph (FULL: decode), in the pieces of one"
-        " (PIECEWISE: with prefill) and without (NONE).",
+        "Steps in a CUDA graph (FULL: decode), in piecewise graphs (PIECEWISE: with prefill) and without (NONE); each"
+        " iteration of a multi-step step counts.",
         _graph_modes,
         "runtime_mode",
     ),

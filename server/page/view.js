@@ -56,7 +56,7 @@ export class AnswerView {
     this.#closeReasoning();
     if (this.#json && this.#prose) showJson(this.#prose.target, answer.content);
     for (const [index, call] of this.#calls.entries()) if (call) showJson(call.code, answer.calls[index].arguments);
-    if (answer.parseError) this.node.append(note(`Not all of it could be read: ${answer.parseError}.`));
+    if (answer.parseError) this.node.append(note(`The server could not read all of this answer: ${answer.parseError}.`));
     if (answer.empty && !error) this.node.append(note("The answer is empty."));
     if (error) this.node.append(errorNote(error));
     this.node.append(this.#footer(stopped, timing));

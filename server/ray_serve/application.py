@@ -23,7 +23,7 @@ ENGINE = "engine"
 
 ROUTER = "engine.server.ray_serve.prefix_router.PrefixRouter"
 ROUTING_STATS_SECONDS = 10.0
-"""Interval at which Ray Serve asks replicas for what the router must know; it does not change while a replica lives."""
+"""Interval at which Ray Serve asks replicas for their number of blocks, which does not change while they live."""
 HEALTH_SECONDS = 2.0
 """Interval of Ray Serve's health checks; it replaces a replica after three failures in a row."""
 DRAIN_MARGIN = 5.0

@@ -1,4 +1,4 @@
-"""What a front end knows of all engine replicas, asked for every second, and what its routes make of that."""
+"""What a front end knows of all engine replicas, polled every second, and the service that its routes use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ClusterState:
     def __init__(self, engines: Any, timeout: float) -> None:
         """engines: Ray's handle of the deployment. timeout: server.health_timeout."""
         self.reports: Sequence[ReplicaState] = ()
-        """Of the replicas that have answered, by their ids."""
+        """Reports of the replicas that have answered, sorted by their ids."""
         self._engines = engines
         self._timeout = timeout
         self._since = time.time()
@@ -67,7 +67,7 @@ class RayService(Service):
 
     state: ClusterState
     cache: CacheInfo
-    """Of one replica."""
+    """The KV cache of one replica."""
 
     def engine_reports(self) -> Sequence[EngineReport]:
         # One for all, since the number of series must not change with that of replicas.

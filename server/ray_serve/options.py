@@ -14,7 +14,7 @@ from engine.core.errors import ConfigError
 from engine.server.shared.limits_table import has_limits
 
 PREFIX = "serve."
-"""Begins the arguments that are fields of Options."""
+"""Prefix of the arguments that are fields of Options."""
 
 OF_RAY: Mapping[str, str] = {
     "server.host": "give http_options to Ray Serve",

@@ -139,7 +139,7 @@ class RayLink(EngineLink):
 
     def _start(self, call: _OpenCall) -> None:
         self._calls |= dict.fromkeys(call.numbers, call)
-        # In a context of its own: Ray Serve takes calls from one HTTP request for one call.
+        # In a context of its own: Ray Serve would treat all calls made for one HTTP request as one call.
         call.task = asyncio.get_running_loop().create_task(self._run(call), context=contextvars.Context())
         self._keep(call.task)
 
@@ -149,7 +149,7 @@ class RayLink(EngineLink):
         task.add_done_callback(self._tasks.discard)
 
     async def _control(self, message: Control) -> None:
-        """Run a control call on all replicas; its value has that of each, by the replica's name."""
+        """Run a control call on all replicas; the value is {"engines": {name of the replica: its value}}."""
         values: dict[str, Any] = {}
         answer = ControlAnswer(message.number, {"engines": values})
         try:
@@ -249,7 +249,7 @@ class _OpenCall:
         self.argument = argument
         self.first = first
         self.numbers = set(range(first, first + argument.choices))
-        """Of the choices that have not ended."""
+        """Numbers of the choices that have not ended."""
         self.task: asyncio.Task[None] | None = None
 
 

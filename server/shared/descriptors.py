@@ -11,7 +11,7 @@ HIGHEST = 2**20
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's soft limit of open files as far as its hard limit allows; the soft limit then.
+    """Raise this process's soft limit of open files as far as its hard limit allows; return the new soft limit.
 
     Child processes inherit the limit.
     """

@@ -68,7 +68,7 @@ class LimitsTable:
         self._own[CELLS * key + _ACTIVE] -= 1
 
     def seconds_until(self, key: int, limit: int, now: float) -> float:
-        """Seconds until another request keeps the rate at `limit` per minute; 0 if now."""
+        """Seconds until one more request stays within `limit` requests per minute; 0: it does now."""
         at = CELLS * key
         minute, passed = now // MINUTE, now % MINUTE
         count = sum(self._in_minute(row, at, minute) for row in self._rows)

@@ -212,7 +212,7 @@ class RecordSpans(msgspec.Struct, frozen=True, array_like=True, tag="record"):
 
     replica: int
     directory: str
-    """Of the parts of the trace."""
+    """Directory of the trace's parts."""
     name: str
     """Name of this front end's part."""
     begin: bool
@@ -236,9 +236,9 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True):
     stats: EngineStats | None = None
     """Set in the last message before the engine goes idle, and a few times per second while the engine is busy."""
     prompt_logprobs: list[PackedLogprobs] = []
-    """Those of the outputs in `full`, in which they are left out."""
+    """Prompt log probabilities of the outputs in `full`, which leave them out."""
     control: list[ControlAnswer | RecordSpans] = []
-    """Answers to control calls of this front end, and what traces need of it."""
+    """Answers to control calls of this front end, and orders to record spans for traces."""
 
 
 EngineEvent = Started | EngineDown

@@ -19,8 +19,8 @@ DropReason = Literal["lost", "refused", "evicted", "invalid", "header_timeout", 
 """Why a front end drops a connection.
 
 lost: no file descriptor was left to receive it; refused: server.max_connections were open; evicted: it was idle, and
-another needed its place; invalid: the request is not HTTP or exceeds a limit of its head; the others: server's settings
-of these names.
+another needed its place; invalid: the request is not HTTP or exceeds a limit of its head; the others: the timeout that
+the server's setting of this name gives has passed.
 """
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 

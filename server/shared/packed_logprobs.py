@@ -1,4 +1,4 @@
-"""The log probabilities of a prompt, encoded in slices, so that a long prompt's need not be decoded at a time."""
+"""The log probabilities of a prompt, encoded in slices, so that no one decodes those of a long prompt in one go."""
 
 from __future__ import annotations
 

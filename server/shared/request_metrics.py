@@ -1,4 +1,4 @@
-"""What a front end counts of requests, in its row of the metrics table: of HTTP, and of those to each replica."""
+"""What a front end counts in its row of the metrics table: HTTP requests, and engine requests to each replica."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LOAD, OPEN_REQUESTS, NUM_SINGLE_OF_REPLICA = range(3)
 
 
 HTTP_SLOTS = 64
-"""Pairs of method and route that are counted apart."""
+"""Maximum number of pairs of method and route that are counted separately."""
 STATUSES = ("2xx", "3xx", "4xx", "5xx")
 """Classes of HTTP status."""
 

@@ -49,7 +49,7 @@ class _Replica:
     """Number of engine processes before the current one."""
     child: Child[EngineToSupervisor] | None = None
     ready_since: float | None = None
-    """When the current process began to accept requests, time.monotonic(); None: it takes none."""
+    """When the current process began to accept requests, time.monotonic(); None: it accepts none."""
 
 
 @frozen

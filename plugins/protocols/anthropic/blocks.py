@@ -24,7 +24,7 @@ class BlockSequence:
     """Turns a parser's events into events of content blocks.
 
     Blocks follow one another: each has a start, any number of deltas and a stop before the next one starts, and indexes
-    count from 0. The blocks, their deltas joined, depend on the parser's events with neighbours joined alone.
+    count from 0. With their deltas joined, the blocks do not depend on how the parser cuts texts into events.
     """
 
     def __init__(self, new_call_id: Callable[[], str], *, show_thinking: bool = True) -> None:
@@ -36,7 +36,7 @@ class BlockSequence:
         self._open: str | None = None
         """Type of the open block."""
         self._index = -1
-        """Of the block that started last."""
+        """Index of the block that started last."""
         self._hidden: list[str] = []
         """Text of the open thinking block, if it is not shown."""
         self.has_complete_call = False
@@ -48,7 +48,7 @@ class BlockSequence:
         return "; ".join(dict.fromkeys(self._errors)) or None
 
     def feed(self, event: Event) -> Iterator[BlockEvent]:
-        """The events that follow from the parser's next one."""
+        """The block events of the parser's next event."""
         match event:
             case Reasoning() if event.text:
                 yield from self._open_block(THINKING, {"thinking": "", "signature": ""})

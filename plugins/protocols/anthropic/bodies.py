@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 CacheControl = dict[str, Any]
-"""A mark for Anthropic's prompt cache. Nothing follows from it: the prefix cache needs no marks."""
+"""A mark for Anthropic's prompt cache; has no effect: the prefix cache needs no marks."""
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +26,7 @@ class TextBlock(msgspec.Struct, forbid_unknown_fields=True):
     text: str
     cache_control: CacheControl | None = None
     citations: list[Any] | None = None
-    """Of an earlier answer: nothing that a prompt has."""
+    """Of an earlier answer; ignored: prompts have no citations."""
 
 
 class ThinkingBlock(msgspec.Struct, forbid_unknown_fields=True):
@@ -91,7 +91,7 @@ class ClientTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
     cache_control: CacheControl | None = None
     eager_input_streaming: bool | None = None
-    """Of a stream: arguments come as they are generated in any case."""
+    """Has no effect: streams always have arguments as they are generated."""
     defer_loading: bool | None = None
     """Whether the model may call it only once a tool_reference has named it."""
     allowed_callers: list[Literal["direct"]] | None = None
@@ -191,7 +191,7 @@ class MessagesBody(CountTokensBody, kw_only=True, forbid_unknown_fields=True):
     service_tier: Literal["auto", "standard_only"] | None = None
     diagnostics: Diagnostics | None = None
     thread: dict[str, Any] | None = None
-    """Asks the server to hold the conversation; refused in the words after which clients send it whole."""
+    """Asks the server to hold the conversation; refused with the code after which clients send it whole."""
     # Extensions, as in the other APIs.
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None

@@ -63,8 +63,8 @@ class TemplateMessages:
     """
 
     def __init__(self, *, system_anywhere: bool = True) -> None:
-        """system_anywhere: whether the chat template takes system messages after the first message; if not, those are
-        said by the user.
+        """system_anywhere: whether the chat template takes system messages after the first message; if not, they become
+        user messages.
         """
         self.references: set[str] = set()
         """The names of the tools that the search for tools has found."""
@@ -166,9 +166,9 @@ def _blocks(message: Message, where: str) -> Iterator[tuple[Block, str]]:
 def _texts(
     content: str | Sequence[dict[str, Any]] | None, where: str, references: set[str] | None = None
 ) -> Iterator[str]:
-    """The texts of what may hold nothing else. Raises ApiError.
+    """The texts of `content`, which may hold nothing but text. Raises ApiError.
 
-    references: gets the names of tools in references to tools, whose text is the name; None: there may be none.
+    references: receives the names in tool references, whose text is the name; None: there must be none.
     """
     if isinstance(content, str):
         yield content

@@ -1,4 +1,4 @@
-"""What a request asks for besides its messages, as the model's templates allow."""
+"""What a request asks for besides its messages, as far as the model's chat template has a place for it."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def conversation_of(
     template: str,
     references: Collection[str] = (),
 ) -> tuple[Conversation, list[str]]:
-    """A request in no protocol's own terms, and the parameters without effect on this model. Raises ApiError.
+    """A request as a Conversation, and the parameters without effect on this model. Raises ApiError.
 
-    messages: as chat templates expect them. template: source of the model's. references: names of tools that the search
-    for tools has found.
+    messages: as chat templates expect them. template: source of the model's chat template. references: names of tools
+    that the search for tools has found.
     """
     reasoning = requested_reasoning(body, template)
     choice = body.tool_choice or ToolChoice("auto")

@@ -25,7 +25,7 @@ def completing(text: str) -> Generator[None, None, str]:
     if not text.lstrip().startswith("{"):
         return "{}"
     closing: list[str] = []
-    """Of the open containers. What comes after `kept` neither opens nor closes one."""
+    """Closing marks of the containers that are open at `kept`."""
     kept = position = 0
     is_key = False
     for step in count(1):

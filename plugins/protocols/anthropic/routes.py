@@ -80,7 +80,7 @@ class MessagesApi:
         return self._routes.json({"input_tokens": await self._routes.count_tokens(conversation)})
 
     async def _conversation(self, body: CountTokensBody) -> tuple[Conversation, list[str]]:
-        """The request in no protocol's own terms, and its parameters without effect. Raises ApiError."""
+        """The request as a Conversation, and its parameters without effect. Raises ApiError."""
         self._routes.check_model(body.model)
         if not body.messages:
             raise invalid("messages is empty; give at least one", "messages")

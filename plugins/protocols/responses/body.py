@@ -105,7 +105,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: bool | None = None
-    """Null counts as false, which the response says: the server stores nothing."""
+    """Null counts as false, and responses say false: the server stores nothing."""
     truncation: str | None = None
     user: str | None = None
     # Need what the server has stored.

@@ -18,7 +18,7 @@ from engine.plugins.protocols.responses.writer import Answer, ResponseWriter
 
 PATH = "/v1/responses"
 SKIPPED_TOOLS = "x-skipped-tools"
-"""Header of a response with tools that were not offered to the model."""
+"""Header of a response that names the tools that were not offered to the model."""
 NAMES = ParameterNames(
     messages="input", max_tokens="max_output_tokens", grammar="text.format", effort="reasoning.effort"
 )

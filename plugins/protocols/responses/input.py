@@ -59,7 +59,7 @@ class _History:
         self._system: list[str] = []
         """System messages at the beginning: they become one, since many templates take only one."""
         self._reasoning: list[str] = []
-        """Of the assistant's next message."""
+        """Reasoning of the assistant's next message."""
         self._names: dict[str, str] = {}
         """The functions that were called, by the id of the call."""
         self._readers: dict[str, Callable[[Mapping[str, Any], str], None]] = {

@@ -226,7 +226,7 @@ class CustomCall(Item):
 
     def end(self, status: str) -> None:
         if status == COMPLETED and self._read("".join(self._arguments)) != "".join(self._input):
-            self.error = f"the model called the custom tool {self._tool.name} with other arguments than a text, input"
+            self.error = f"the model called custom tool {self._tool.name} with arguments other than the text `input`"
         self._emit("custom_tool_call_input.done", input="".join(self._input))
         super().end(status)
 
@@ -249,7 +249,7 @@ class Output:
         with_encrypted: bool,
         with_summary: bool,
     ) -> None:
-        """emit: is called with each event of the stream. offered: the tool of a function's name.
+        """emit: is called with each event of the stream. offered: returns the tool offered under a function's name.
 
         with_encrypted: whether reasoning has encrypted_content. with_summary: whether it comes as a summary.
         """

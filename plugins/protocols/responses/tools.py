@@ -65,7 +65,7 @@ class Tools:
     shown: tuple[Mapping[str, Any], ...] = ()
     """`tools` of the response: those that are offered, as the client gave them."""
     skipped: tuple[str, ...] = ()
-    """Those that are not offered: the type, for custom tools and those of namespaces also the name."""
+    """Tools that are not offered: the type, after its namespace if it has one; of a custom tool also the name."""
 
 
 def offered_name(name: str, namespace: str | None) -> str:
@@ -76,9 +76,9 @@ def offered_name(name: str, namespace: str | None) -> str:
 def read_tools(given: Sequence[Mapping[str, Any]] | None) -> Tools:
     """Sort the tools of a request. Raises ApiError for a malformed one.
 
-    A tool that is neither a function nor a custom tool of a text, perhaps with a regular expression, is not offered:
-    the server could not run it, or not make the model keep to its grammar. Coding agents always send some of these next
-    to their functions.
+    Offered are functions, and custom tools whose input is any text or one that matches a regular expression. The server
+    could not run other tools, or not enforce their grammar. Coding agents always send some of these next to their
+    functions.
     """
     functions: list[FunctionTool] = []
     offered: dict[str, OfferedTool] = {}

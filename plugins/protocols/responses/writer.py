@@ -28,7 +28,7 @@ class Answer:
     name: str
     """Id of the response."""
     fields: Mapping[str, Any]
-    """Those of the response that follow from the request."""
+    """Fields of the response that follow from the request."""
     offered: Mapping[str, OfferedTool]
     """The tools by the name that the model sees."""
     new_call_id: Callable[[], str]
@@ -58,7 +58,7 @@ class ResponseWriter(AnswerWriter):
         """A message, and the event of its text up to the sequence number."""
         self._finish_reason: str | None = None
         self._pending: list[TokenLogprobs] = []
-        """Of tokens whose text the parser holds back."""
+        """Log probabilities of tokens whose text the parser holds back."""
         self._output = Output(
             self._emit,
             answer.new_call_id,
@@ -117,7 +117,7 @@ class ResponseWriter(AnswerWriter):
             yield
 
     def _add_text(self, text: str) -> bool:
-        """Add text to the message that is open, quickly; False: none is."""
+        """Add text to the open message by the fast path of streams; False: there is none, or no stream."""
         message = self._output.open_message
         if message is None or not self._streams:
             return False
@@ -181,7 +181,7 @@ class ResponseWriter(AnswerWriter):
         ]
 
     def _emit(self, kind: str, **fields: Any) -> None:
-        """Build an event; of a whole response, none."""
+        """Build an event; a no-op unless the response is streamed."""
         if self._streams:
             kind = f"response.{kind}"
             self._data.append(sse_event({"type": kind, "sequence_number": self._sequence, **fields}, kind))

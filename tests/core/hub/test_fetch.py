@@ -270,7 +270,7 @@ def test_fetch_says_what_to_do_when_the_hub_refuses(hub: Hub, monkeypatch: pytes
         (("generate", "org/gated", "x"), "org/gated is gated; accept its terms at"),
         (("quantize", "org/missing", "out", "--method", "fp8"), "org/missing is neither a directory here nor"),
         (("download", "org/gated", "--json"), "org/gated is gated"),
-        (("download", "missing"), "missing is no name of a model on the hub"),
+        (("download", "missing"), "missing is not the name of a model on the hub"),
     ],
 )
 def test_commands_say_in_one_sentence_why_a_model_cannot_be_fetched(

@@ -156,7 +156,7 @@ def test_a_custom_tool_with_other_arguments_keeps_them() -> None:
     for arguments in ('{"diff": "a"}', '{"input": 3}', "{}"):
         text, error = read(arguments)
         assert text == arguments
-        assert "patch with other arguments than a text, input" in error
+        assert "patch with arguments other than the text `input`" in error
     assert read('{"input": "a", "more": "b"}')[0] == "a"
 
 

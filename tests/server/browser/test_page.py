@@ -253,7 +253,7 @@ def test_what_could_not_be_read_is_said(talk: Any, model: Any) -> None:
     model.says("<tool_call>weather</tool_call>")
     talk.page.get_by_label("Functions, as JSON").fill(json.dumps([WEATHER]))
     talk.write("Weather?")
-    assert "Not all of it could be read" in talk.answers().inner_text()
+    assert "could not read all of this answer" in talk.answers().inner_text()
 
 
 def test_reasoning_can_be_unfolded(talk: Any, model: Any) -> None:

@@ -259,7 +259,7 @@ def made(*plugins: Made) -> list[PluginRoute]:
         (lambda routes: routes.get("/{a}", handler, api="1"), "is no path; give a literal one"),
         (lambda routes: routes.post("/a", "Body", handler, api="1"), "has the type 'Body'"),
         (lambda routes: [routes.get("/a", handler, api="1") for _ in range(2)], "adds GET /a twice"),
-        (lambda routes: 1, "returns 1 from register_routes"),
+        (lambda routes: 1, r"register_routes\(\) returns 1"),
         (lambda routes: 1 / 0, "ZeroDivisionError"),
         (lambda routes: routes.get("/a", handler), "TypeError"),
     ],

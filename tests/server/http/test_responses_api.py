@@ -168,7 +168,7 @@ def test_the_input_of_a_custom_tool_is_a_text(client: openai.OpenAI) -> None:
     wrong = '<tool_call>{"name": "patch", "arguments": {"diff": "a"}}</tool_call>'
     response = respond(client, wrong, tools=[PATCH])
     assert response.output[0].input == '{"diff": "a"}'
-    assert "other arguments than a text, input" in response.parse_error
+    assert "arguments other than the text `input`" in response.parse_error
 
 
 def test_reasoning_is_an_item_and_goes_back(client: openai.OpenAI) -> None:
