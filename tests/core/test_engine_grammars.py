@@ -1,4 +1,4 @@
-"""Every output that ends by itself matches its grammar: of a model of random weights, in any batch, over executors."""
+"""Every output that ends with an end-of-sequence token matches its grammar, in any batch and over every executor."""
 
 from __future__ import annotations
 

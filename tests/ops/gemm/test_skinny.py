@@ -1,4 +1,4 @@
-"""AutotunedCall of few rows against float64: both forms, all epilogues, ragged sizes, shared columns."""
+"""The skinny GEMM, of up to 16 rows, against float64: both forms, all epilogues, ragged sizes, split-K."""
 
 from __future__ import annotations
 

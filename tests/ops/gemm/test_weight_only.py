@@ -1,4 +1,4 @@
-"""Few and some rows times 4-bit and 8-bit weights against float64: all layouts, tiles, epilogues, ragged sizes."""
+"""The weight-only GEMM, 4-bit and 8-bit weights, against float64: all layouts, tiles, epilogues, ragged sizes."""
 
 from __future__ import annotations
 

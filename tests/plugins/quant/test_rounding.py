@@ -17,7 +17,7 @@ def e4m3(code: Any) -> Any:
 
 
 E4M3 = torch.tensor([e4m3(code) for code in range(127)])
-"""All positive codes but NaN."""
+"""All positive float8 values but NaN."""
 
 
 def nearest(values: Any) -> Any:
