@@ -50,8 +50,8 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
     """After the last test of a file, collect its garbage; later passes skip what is left.
 
-    Otherwise the garbage of one file is closed amid another's tests, and each pass takes 0.7 s from the first test on
-    that unfreezes the millions of objects that imports make.
+    Otherwise the garbage of one file is closed during another's tests, and every pass takes 0.7 s once a test has
+    unfrozen the millions of objects that imports make.
     """
     yield
     if nextitem is None or nextitem.path != item.path:

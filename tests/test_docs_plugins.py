@@ -100,7 +100,9 @@ def test_the_toml_examples_are_valid(tmp_path: Path) -> None:
             load_config(tmp_path / name)
 
 
-def test_greeter(example: Example, run: Run, capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+def test_the_greeter_adds_a_command_and_hears_of_start_and_stop(
+    example: Example, run: Run, capsys: pytest.CaptureFixture[str], checkpoint: Path
+) -> None:
     greeter = example("greeter")
     app = typer.Typer()
     load_plugins(extra=[greeter]).hook.register_commands(app=app)
@@ -112,7 +114,7 @@ def test_greeter(example: Example, run: Run, capsys: pytest.CaptureFixture[str],
 
 
 @pytest.mark.parametrize("upcast", [False, True])
-def test_attention(example: Example, run: Run, upcast: bool) -> None:
+def test_attention_gives_the_tokens_of_the_built_in_backend(example: Example, run: Run, upcast: bool) -> None:
     found = run(example("loop_attention"), attention="loop", attention__options__upcast=upcast)
     assert found == run()
 
@@ -125,7 +127,7 @@ def test_attention_takes_its_options_from_a_file(example: Example, run: Run, tmp
         run(example("loop_attention"), config=config, attention__options__upcst=True)
 
 
-def test_quant(example: Example, run: Run) -> None:
+def test_quant_changes_tokens_unless_it_skips_every_layer(example: Example, run: Run) -> None:
     plugin = example("int8_rows")
     plain = run()
     assert run(plugin, quant="int8-rows") != plain
@@ -133,25 +135,25 @@ def test_quant(example: Example, run: Run) -> None:
     assert run(plugin, quant="int8-rows", quant__options__skip=everything) == plain
 
 
-def test_routes(example: Example) -> None:
-    """tests/server/http/test_plugin_routes.py asks them."""
+def test_routes_are_registered(example: Example) -> None:
+    """tests/server/http/test_plugin_routes.py sends requests to them."""
     hooks = load_plugins(extra=[example("poem")]).hook.register_routes.get_hookimpls()
     assert "poem" in [one.plugin.__name__ for one in hooks]
 
 
-def test_grammars(example: Example) -> None:
+def test_grammars_are_registered_after_the_built_in_ones(example: Example) -> None:
     plugins = load_plugins(extra=[example("choices")])
     assert plugins.grammars.names() == ("llguidance", "xgrammar", "choices")
     assert plugins.grammars.get("choices").load().kinds == {"choice"}
 
 
-def test_scheduler(example: Example, run: Run) -> None:
+def test_scheduler_gives_the_tokens_of_the_built_in_policy(example: Example, run: Run) -> None:
     plugin = example("newest_first")
     limits = {"scheduler__max_running": 1, "scheduler__options__patience": 0.5}
     assert run(plugin, scheduler="newest-first", **limits) == run()
 
 
-def test_scheduler_order(example: Example) -> None:
+def test_scheduler_puts_the_newest_first_and_late_requests_before(example: Example) -> None:
     from engine.testing.schedulers import View
 
     plugin = example("newest_first")
@@ -160,7 +162,7 @@ def test_scheduler_order(example: Example) -> None:
     assert [view.id for view in policy.order(views, 4.0)] == ["0", "1", "4", "3", "2"]
 
 
-def test_executor(example: Example, run: Run) -> None:
+def test_executor_gives_the_tokens_of_uniproc(example: Example, run: Run) -> None:
     assert run(example("thread_executor"), executor="thread") == run()
 
 
@@ -169,7 +171,7 @@ def test_executor_refuses_what_it_would_ignore(example: Example, run: Run) -> No
         run(example("thread_executor"), executor="thread", executor__tensor_parallel=2)
 
 
-def test_executor_tells_of_any_failure(example: Example, checkpoint: Path) -> None:
+def test_executor_reports_a_failure_of_another_plugin(example: Example, checkpoint: Path) -> None:
     module = example("loop_attention")
 
     broken = []
@@ -238,7 +240,7 @@ def test_a_model_may_have_a_layer_of_its_own(example: Example, run: Run, mini: P
     assert run(plugin, Plugin(), **common, model__name="biased") != run(plugin, **common)
 
 
-def test_model(example: Example, run: Run, mini: Path) -> None:
+def test_model_generates_the_same_with_and_without_chunks(example: Example, run: Run, mini: Path) -> None:
     plugin = example("mini_model")
     found = run(plugin, model=mini, model__load_format="dummy")
     assert [len(tokens) for tokens in found] == [12] * len(PROMPTS)

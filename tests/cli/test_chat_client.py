@@ -157,7 +157,7 @@ def test_a_generator_that_is_closed_closes_the_connection(scripted: ScriptedServ
         ("http://[::1]:8000", "http://[::1]:8000/v1"),
     ],
 )
-def test_the_address_of_the_api(url: str, base: str) -> None:
+def test_api_base_ends_in_a_version(url: str, base: str) -> None:
     assert api_base(url) == base
 
 

@@ -19,13 +19,13 @@ def test_every_setting_is_shown_with_value_and_origin(run: Any) -> None:
     assert {line[0] for line in lines if len(line) > 2} >= set(flatten(EngineConfig()))
 
 
-def test_json(run: Any) -> None:
+def test_json_has_the_value_and_origin_of_every_setting(run: Any) -> None:
     shown = json.loads(run("config", "show", "--json", "--set", "server.max_n=3").stdout)
     assert shown["server.max_n"] == {"value": 3, "origin": "--set"}
     assert set(shown) == set(flatten(EngineConfig()))
 
 
-def test_toml_can_be_fed_back(run: Any, tmp_path: Path) -> None:
+def test_the_printed_toml_gives_the_same_settings(run: Any, tmp_path: Path) -> None:
     arguments = (
         *("--model", str(tmp_path / "a b"), "--attention-option", "tile=64", "--attention-option", "nested.on=true"),
         *(

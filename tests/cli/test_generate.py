@@ -39,7 +39,7 @@ def test_json_is_one_line_with_text_tokens_reason_and_usage(generate: Any) -> No
     assert usage["total_tokens"] == usage["prompt_tokens"] + 12
 
 
-def test_the_stream_is_the_text(generate: Any) -> None:
+def test_the_printed_text_is_that_of_the_json(generate: Any) -> None:
     text = json.loads(generate("def f(", "--json").stdout)["text"]
     assert generate("def f(").stdout == text + "\n"
 
@@ -68,7 +68,7 @@ def test_logprobs_are_printed_when_asked_for(generate: Any) -> None:
     assert all(len(one["top"]) == 2 for one in done["logprobs"])
 
 
-def test_the_seed_decides(generate: Any) -> None:
+def test_the_same_seed_gives_the_same_text(generate: Any) -> None:
     def sampled(seed: str) -> str:
         return generate("def f(", "--temperature", "1", "--seed", seed, "--json").stdout
 

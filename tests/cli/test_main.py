@@ -42,7 +42,7 @@ def test_nothing_heavy_is_imported(arguments: Any) -> None:
     assert done.stdout
 
 
-def test_the_script_runs() -> None:
+def test_main_prints_the_version() -> None:
     program = "import sys; from engine.cli.main import main; sys.argv = ['engine', '--version']; main()"
     assert subprocess.check_output([sys.executable, "-c", program]).startswith(b"engine ")
 
@@ -73,7 +73,7 @@ def test_a_wrong_plugin_is_named_before_torch_is_imported() -> None:
         assert "plugin 'nope'" in done.stderr
 
 
-def test_version(run: Any) -> None:
+def test_version_is_that_of_the_package(run: Any) -> None:
     assert run("--version").stdout.strip() == f"engine {importlib.metadata.version(registry.HOME)}"
 
 

@@ -57,7 +57,7 @@ def test_every_stream_raises_a_fault_outside_the_engine_and_later_streams_work(
 
 
 @pytest.mark.parametrize("call", [1, 11, 12])
-def test_closing_a_stream_amid_a_step_leaves_the_others_running(
+def test_closing_a_stream_during_a_step_leaves_the_others_running(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     """The stream is closed while a thread turns the tokens of a step into text; the 12th token is its last."""

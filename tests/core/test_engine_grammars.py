@@ -1,4 +1,4 @@
-"""Every output that ends by itself matches its grammar: of a model of random weights, in any batch, over executors."""
+"""Every output that ends with an end-of-sequence token matches its grammar, in any batch and over every executor."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ SCHEMAS = st.recursive(
 
 @few
 @given(schema=SCHEMAS)
-def test_json_schemas(engine: Engine, schema: dict[str, Any]) -> None:
+def test_outputs_match_json_schemas(engine: Engine, schema: dict[str, Any]) -> None:
     validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
     for temperature in (0.0, 1.0):
         constrained = params(Grammar.json_schema(schema), temperature=temperature)
@@ -121,7 +121,7 @@ def test_json_schemas(engine: Engine, schema: dict[str, Any]) -> None:
 
 @few
 @given(pattern=PATTERNS)
-def test_regular_expressions(engine: Engine, pattern: str) -> None:
+def test_outputs_match_regular_expressions(engine: Engine, pattern: str) -> None:
     for temperature in (0.0, 1.0):
         [done] = engine.generate(PROMPTS[:1], params(Grammar.regex(pattern), temperature=temperature))
         check(done, re.compile(pattern).fullmatch)
@@ -129,7 +129,7 @@ def test_regular_expressions(engine: Engine, pattern: str) -> None:
 
 @few
 @given(texts=st.lists(st.text('ab|"\\\n é🙂', min_size=1, max_size=8), min_size=1, max_size=5))
-def test_choices(engine: Engine, texts: list[str]) -> None:
+def test_outputs_are_one_of_the_choices(engine: Engine, texts: list[str]) -> None:
     for temperature in (0.0, 1.0):
         [done] = engine.generate(PROMPTS[:1], params(Grammar.choice(texts), temperature=temperature))
         assert done.finish_reason == "stop"
@@ -169,14 +169,14 @@ def test_a_seed_gives_the_same_output_in_any_batch_and_each_choice_another(engin
         check(done, is_person)
 
 
-def test_streams(engine: Engine) -> None:
+def test_a_stream_has_the_text_of_the_whole_output(engine: Engine) -> None:
     whole = engine.generate([PROMPTS[1]], params(PERSON))[0]
     streamed = list(engine.stream(PROMPTS[1], params(PERSON)))
     assert "".join(delta.text for delta in streamed) == whole.text
     assert streamed[-1].finish_reason == whole.finish_reason == "stop"
 
 
-def test_several_iterations_per_step(engine_checkpoint: Path, uniproc: Engine) -> None:
+def test_tokens_are_the_same_with_several_iterations_per_step(engine_checkpoint: Path, uniproc: Engine) -> None:
     constrained = [params(PERSON), params(None, max_tokens=30), params(PARENS)]
     expected = [done.token_ids for done in uniproc.generate(PROMPTS, constrained)]
     options = {"scheduler": "multi_step", "scheduler__options": {"steps": 5}}
@@ -245,7 +245,7 @@ def test_a_backend_passed_in_from_python_is_refused_where_workers_would_not_have
         make_engine(engine_checkpoint, grammar=mine, grammar__options={}, executor="multiproc")
 
 
-def test_another_backend(engine_checkpoint: Path) -> None:
+def test_outputs_match_with_another_backend(engine_checkpoint: Path) -> None:
     pytest.importorskip("xgrammar")
     with make_engine(engine_checkpoint, grammar="xgrammar") as engine:
         for temperature in (0.0, 1.0):
@@ -257,7 +257,7 @@ def test_another_backend(engine_checkpoint: Path) -> None:
             engine.generate(PROMPTS[:1], params(PARENS))
 
 
-def test_async_streams(uniproc: Engine) -> None:
+def test_concurrent_async_streams_match_their_grammars(uniproc: Engine) -> None:
     async def text(grammar: Grammar) -> str:
         return "".join([delta.text async for delta in uniproc.astream(PROMPTS[0], params(grammar))])
 

@@ -31,7 +31,7 @@ def test_round_to_nearest_equals_the_formula(bits: int, symmetric: bool, size: i
 
 
 def test_scales_are_rounded_before_values_are_quantized() -> None:
-    """In bfloat16 a scale is off by up to 0.4 %: codes chosen for the unrounded one would be off by a whole step."""
+    """In bfloat16 a scale is off by up to 0.4 %: values quantized by the unrounded one would be off by a step."""
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
     grid = Grid(bits=8, symmetric=True, scale_dtype=torch.bfloat16)
     found = round_to_nearest(weight, grid, -1)

@@ -25,7 +25,7 @@ def test_each_token_but_the_first_is_scored_once(count: int, context: int, strid
 
 
 def test_perplexity_equals_transformers(model: Path) -> None:
-    """Window by window, each token's loss by itself."""
+    """The reference computes each token's loss by a forward pass of its own."""
     tokens = [(7 * i + i * i) % 500 for i in range(150)]
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     total = 0.0

@@ -18,5 +18,5 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def flags(tiny: Path) -> list[str]:
-    """Options of an engine that starts at once, and ceilings that need no measurement."""
+    """Options of an engine that starts quickly, and ceilings that need no measurement."""
     return ["--model", str(tiny), *SMALL, *CEILINGS]

@@ -45,7 +45,7 @@ def test_events_are_counted_however_the_bytes_are_cut(size: int) -> None:
     assert all(abs(when - start / size) <= 1 + 30 / size for when, start in zip(answered.events, starts, strict=True))
 
 
-def test_a_body_of_known_length() -> None:
+def test_a_reply_ends_with_its_content_length() -> None:
     body = b"".join(EVENTS)
     reply = Reply(4)
     assert not reply.feed(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body), 0.0)
@@ -54,7 +54,7 @@ def test_a_body_of_known_length() -> None:
     assert reply.answered(0.0).events == (1.0, 1.0, 1.0)
 
 
-def test_times_of_a_request() -> None:
+def test_ttft_and_tpot_follow_from_the_events() -> None:
     answered = Answered(sent=1.0, events=(1.5, 2.0, 3.5), tokens=5)
     assert answered.ttft == 0.5
     assert answered.tpot == 2.0 / 4

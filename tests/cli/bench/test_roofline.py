@@ -66,7 +66,7 @@ def llama() -> Roofline:
     return roofline(LLAMA)
 
 
-def test_weights_of_the_layers(llama: Roofline) -> None:
+def test_weight_bytes_are_those_of_the_layers(llama: Roofline) -> None:
     assert llama.weight_bytes == 2 * (LLAMA_LAYERS + LLAMA_HEAD + LLAMA_NORMS)
 
 
@@ -80,7 +80,9 @@ def test_weights_of_the_layers(llama: Roofline) -> None:
     ],
     ids=["8B", "0.6B", "8B fp8", "8B 4-bit"],
 )
-def test_reading_the_weights(config: dict[str, Any], milliseconds: float, bits: float) -> None:
+def test_reading_the_weights_takes_their_bytes_over_the_bandwidth(
+    config: dict[str, Any], milliseconds: float, bits: float
+) -> None:
     found = roofline(config)
     assert found.weights() * 1e3 == pytest.approx(milliseconds, rel=0.002)
     assert weight_bits(found.cost) == pytest.approx(bits, abs=0.02)

@@ -35,7 +35,7 @@ def test_processes_share_the_load() -> None:
     assert 1 <= processes_for(256) <= 8
 
 
-def test_levels() -> None:
+def test_levels_are_concurrencies_or_rates() -> None:
     assert levels_of(None, None) == [(1, 0.0), (64, 0.0), (256, 0.0)]
     assert levels_of("2,4", None) == [(2, 0.0), (4, 0.0)]
     assert levels_of(None, "0.5,3") == [(0, 0.5), (0, 3.0)]

@@ -54,7 +54,7 @@ def test_samples_are_counted_by_function_module_and_wait() -> None:
         ("__sched_yield", "native"),
     ],
 )
-def test_module_of_a_frame(frame: str, module: str) -> None:
+def test_a_frame_belongs_to_its_module(frame: str, module: str) -> None:
     assert module_of(frame) == module
 
 

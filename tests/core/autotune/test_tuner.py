@@ -247,7 +247,7 @@ def test_an_unwritable_directory_is_a_warning(tmp_path: Path, caplog: pytest.Log
     assert "measures again" in caplog.text
 
 
-def test_the_default_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_directory_follows_xdg_cache_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert default_directory() == Path("/somewhere/engine/kernels")
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -11,12 +11,12 @@ from engine.core.errors import ConfigError
     ("text", "size"),
     [("4096", 4096), ("2GiB", 2**31), ("1.5 GB", 1_500_000_000), ("500mb", 500_000_000), ("3KiB", 3072), ("7B", 7)],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_parse_bytes_reads_units(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "2 gigs", "1e9", "2GiB2"])
-def test_what_is_no_size(text: str) -> None:
+def test_parse_bytes_refuses_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="2GiB"):
         parse_bytes(text)
 

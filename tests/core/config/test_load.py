@@ -92,7 +92,7 @@ def test_the_command_line_is_read_by_the_type_of_the_setting(key: str, typed: ob
     assert type(found) is type(value)
 
 
-def test_a_pair_gives_the_origin() -> None:
+def test_a_value_may_come_with_its_origin() -> None:
     resolved = load_config(None, {"server.max_n": ("3", "--set"), "attention.options.a": ("1", "--attention-option")})
     assert resolved.origins["server.max_n"] == "--set"
     assert resolved.origins["attention.options.a"] == "--attention-option"

@@ -54,7 +54,7 @@ def structured(**values: object) -> Options:
     return found
 
 
-def test_defaults_stay() -> None:
+def test_keys_that_are_not_given_keep_their_defaults() -> None:
     assert structured() == Options(needed="x")
 
 
@@ -124,7 +124,7 @@ def test_anything_else_is_refused_with_its_place(values: dict[str, object], mess
         structured(**values)
 
 
-def test_all_is_said_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         structure_options({"count": "x", "on": 2, "cuont": 1}, Options, "mine.options")
     assert len(str(caught.value).splitlines()) == 4

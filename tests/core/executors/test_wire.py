@@ -96,7 +96,7 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_round_trip(message: object) -> None:
+def test_messages_survive_encoding_and_decoding(message: object) -> None:
     again = MessageDecoder[object](type(message)).decode(encode(message))
     assert again == message
     assert type(again) is type(message)

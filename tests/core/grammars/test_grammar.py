@@ -54,7 +54,7 @@ def test_depth_counts_the_brackets_that_nest(grammar: Grammar, levels: int) -> N
     assert depth(grammar) == levels
 
 
-def test_limits() -> None:
+def test_check_limits_refuses_long_and_deep_grammars() -> None:
     grammar = Grammar.regex("((a))")
     check_limits(grammar, max_chars=5, max_depth=2)
     with pytest.raises(InvalidRequestError, match=r"has 5 characters; at most 4 \(grammar.max_chars\)"):
@@ -63,7 +63,7 @@ def test_limits() -> None:
         check_limits(grammar, max_chars=5, max_depth=1)
 
 
-def test_schema_of() -> None:
+def test_schema_of_refuses_schemas_that_nothing_matches() -> None:
     assert schema_of(Grammar.json_schema(True)) == {}
     with pytest.raises(InvalidRequestError, match="which no JSON matches"):
         schema_of(Grammar.json_schema(False))

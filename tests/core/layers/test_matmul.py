@@ -48,7 +48,7 @@ def test_onednn_sees_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(seen) == 80
 
 
-def test_x_without_rows() -> None:
+def test_multiply_takes_no_rows() -> None:
     assert multiply(torch.empty(0, 16), pack(torch.randn(8, 16))).shape == (0, 8)
 
 

@@ -27,7 +27,7 @@ def test_what_is_cut_short_is_read_up_to_there() -> None:
     assert CustomInput().feed('{"input": "ab\\') == "ab"
 
 
-def test_other_arguments_are_the_input() -> None:
+def test_other_arguments_than_input_are_passed_on_unchanged() -> None:
     assert "".join(map(CustomInput().feed, '{"text": 1}')) == '{"text": 1}'
 
 

@@ -233,7 +233,7 @@ def test_an_impossible_name_is_refused(name: object) -> None:
         load_plugins(extra=[Plugin()])
 
 
-def test_allow_and_deny(install: Install) -> None:
+def test_allow_and_deny_choose_entry_points(install: Install) -> None:
     install("engine-aa", "1", POLICY.format(name="aa"), entry="aa")
     install("engine-bb", "1", POLICY.format(name="bb"), entry="bb")
     assert {"aa", "bb"} <= set(load_plugins().schedulers.names())

@@ -472,7 +472,9 @@ def test_options_beside_a_finished_policy_are_not_ignored() -> None:
         ("bfloat16", {}, CPU, "bfloat16"),
     ],
 )
-def test_dtype(wanted: str, checkpoint: dict[str, Any], device: DeviceInfo, dtype: str) -> None:
+def test_auto_dtype_is_the_checkpoints_on_a_gpu_alone(
+    wanted: str, checkpoint: dict[str, Any], device: DeviceInfo, dtype: str
+) -> None:
     assert resolve_dtype(evolve(EngineConfig(), model=ModelConfig(dtype=wanted)), checkpoint, device) == dtype
 
 
@@ -491,7 +493,7 @@ def test_graphs_that_an_instance_sets_must_be_among_those_there_are() -> None:
         use_graphs(EngineConfig(), backend, model, GPU)
 
 
-def test_max_len() -> None:
+def test_max_len_beyond_the_models_is_refused() -> None:
     assert max_len(EngineConfig(), SHAPE) == 512
     assert max_len(evolve(EngineConfig(), model=ModelConfig(max_len=100)), SHAPE) == 100
     with pytest.raises(ConfigError, match=r"model.max_len \(--max-len\) is 513, but this model was made for 512"):
@@ -522,7 +524,9 @@ OLD_GPU = DeviceInfo(type="cuda", capability=(8, 6))
         (FLOAT8, None, OLD_GPU, FLOAT8),
     ],
 )
-def test_kv_dtype(wanted: str, asked: str | None, device: DeviceInfo, found: str) -> None:
+def test_auto_kv_dtype_is_what_the_checkpoint_asks_for(
+    wanted: str, asked: str | None, device: DeviceInfo, found: str
+) -> None:
     stored: list[Any] = []
     quant = concrete(QuantMethod, kv_dtype=classmethod(lambda cls, config: stored.append(config) or asked))
     config = evolve(EngineConfig(), cache=CacheConfig(dtype=wanted))
@@ -579,7 +583,7 @@ def test_auto_takes_a_model_with_latent_keys_only_where_a_backend_reads_them() -
         resolve(by_name, with_reader, GPU, {})
 
 
-def test_the_quantization_method_alone() -> None:
+def test_find_quant_passes_over_methods_that_refuse() -> None:
     picky = concrete(QuantMethod, refuses=refusing("no"))
     other = concrete(QuantMethod)
     plugins = registry(("quant", "picky", picky, 2), ("quant", "other", other, 1))

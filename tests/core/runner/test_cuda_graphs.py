@@ -393,7 +393,7 @@ def test_use_graphs_needs_a_capable_backend_model_and_device(caplog: pytest.LogC
 @pytest.mark.parametrize("overlap", ["on", "off"])
 @pytest.mark.parametrize("on", ["on", "decode", "off"])
 @pytest.mark.parametrize("attention", ["triton", "torch"])
-def test_greedy_tokens_on_a_gpu(
+def test_greedy_tokens_on_a_gpu_equal_those_without_graphs(
     checkpoint: Path, expected: list[tuple[int, ...]], attention: str, on: str, overlap: str, steps: int
 ) -> None:
     if attention == "torch" and on != "off":

@@ -141,7 +141,7 @@ def test_drafts_of_the_model_itself_on_a_gpu(checkpoint: Path, attention: str, o
 @pytest.mark.gpu
 @pytest.mark.parametrize("on", ["on", "decode", "off"])
 @pytest.mark.parametrize("speculator", HEADS)
-def test_heads_on_a_gpu(tmp_path: Path, on: str, speculator: str) -> None:
+def test_heads_on_a_gpu_change_no_token(tmp_path: Path, on: str, speculator: str) -> None:
     target, settings = with_heads(tmp_path, speculator)
     usual = {"executor__device": "cuda", "executor__graphs": on, "attention": "triton", "model__dtype": "float32"}
     with build(target, running=16, **usual) as engine:

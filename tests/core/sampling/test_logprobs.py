@@ -46,7 +46,7 @@ def test_more_logprobs_than_the_vocabulary_yields_all_tokens() -> None:
     assert len(entry.top) == VOCAB
 
 
-def test_prompt_logprobs() -> None:
+def test_prompt_logprobs_equal_float64() -> None:
     logits = random_logits(300)
     following = torch.arange(300) % VOCAB
     entries = prompt_logprobs(logits, following, 2)

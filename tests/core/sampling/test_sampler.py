@@ -108,7 +108,7 @@ def test_sample_takes_bfloat16_logits() -> None:
     assert tokens == sample(make_sampler(*params), logits.float(), (0, 1)).to_host()[0]
 
 
-def test_extreme_temperatures() -> None:
+def test_extreme_temperatures_draw_many_tokens_or_one() -> None:
     logits = random_logits(2, spread=30)
     hot, cold = SamplingParams(temperature=100, seed=1), SamplingParams(temperature=2e-5, seed=1)
     rows = run(make_sampler(hot, cold), logits, (0, 1), 200)
@@ -116,7 +116,7 @@ def test_extreme_temperatures() -> None:
     assert set(rows[1]) == {int(logits[1].argmax())}
 
 
-def test_extreme_logit_biases() -> None:
+def test_extreme_logit_biases_decide_every_token() -> None:
     params = (
         SamplingParams(seed=1, logit_bias=((42, 1e30),)),
         SamplingParams(seed=1, logit_bias=((3, -1e30), (4, 1e30))),

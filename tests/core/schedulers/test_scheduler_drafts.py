@@ -22,7 +22,7 @@ from .scheduling import BLOCK_SIZE, EOS, Policy, finish, plan, policy, request, 
 
 
 class Scripted(Speculator):
-    """Proposes what a function answers, and notes what it is told."""
+    """Proposes what a function returns, and records which drafts were accepted and which requests finished."""
 
     api = "1"
 

@@ -31,7 +31,7 @@ class Reader:
         native_part().budget_pay(self.address, ns)
 
     def spin(self, interval: int, spun: int, messages: int) -> tuple[int, int]:
-        """Messages so many ns apart, and what is spun for each that is covered: how many were, and ns in all."""
+        """Spin `spun` ns for each message, `interval` ns apart, that is covered; how many were, and ns in all."""
         covered = 0
         for _ in range(messages):
             self.now += interval

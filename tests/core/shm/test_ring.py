@@ -212,7 +212,7 @@ def test_announcements_never_block_or_raise(make: Callable[..., Ring]) -> None:
     writer.announce()
 
 
-def test_the_writer_closes_in_order(make: Callable[..., Ring]) -> None:
+def test_readers_receive_what_was_sent_before_the_writer_closed(make: Callable[..., Ring]) -> None:
     ring = make()
     writer, reader = ring.writer(), ring.reader(0)
     writer.send(b"last")
@@ -282,7 +282,7 @@ def test_a_dropped_reader_that_waits_is_woken(make: Callable[..., Ring]) -> None
     assert isinstance(waiting(), RingClosedError)
 
 
-def test_a_writer_alone_is_told(make: Callable[..., Ring]) -> None:
+def test_send_raises_when_no_reader_is_left(make: Callable[..., Ring]) -> None:
     ring = make(readers=2)
     writer = ring.writer()
     for index in range(2):
@@ -452,7 +452,7 @@ def test_the_handle_is_plain_data(make: Callable[..., Ring]) -> None:
     assert MessageDecoder(RingHandle).decode(encode(handle)) == handle
 
 
-def test_processes_on_both_sides(make: Callable[..., Ring]) -> None:
+def test_writers_and_readers_in_other_processes_exchange_all_messages(make: Callable[..., Ring]) -> None:
     there, back = make(readers=2), make(readers=1)
     echo = "reader, total = ring.reader(int(arguments[0])), 0\n"
     echo += "while True:\n    try: total += sum(reader.receive(20))\n    except RingClosedError: print(total); break"

@@ -103,8 +103,8 @@ def test_the_host_does_not_wait_where_drafts_do_not_pay() -> None:
     assert 1 <= waits <= 5, "for probes, less and less often"
 
 
-def test_waiting_in_vain_ends() -> None:
-    """What the speculator proposes is gone each time when the newest token is known."""
+def test_waiting_ends_when_no_proposal_is_left_each_time() -> None:
+    """Each time, nothing is left of the proposal once the newest token is known."""
     lengths = DraftLengths(costs_of("memory, then compute"), 5, overlaps=True)
     lengths.gaps.observe(2000.0, 1)
     for _ in range(40):

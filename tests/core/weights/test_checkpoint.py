@@ -36,7 +36,7 @@ def test_generation_config_can_be_left_aside(directory: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["meta/model-7b", "gone"])
-def test_no_directory(tmp_path: Path, name: str) -> None:
+def test_a_missing_directory_is_an_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=r"does not exist, and .* is no name of a model on the hub"):
         Checkpoint.open(tmp_path / name)
 
@@ -46,13 +46,13 @@ def test_a_file_in_place_of_a_directory(directory: Any) -> None:
         Checkpoint.open(directory / "config.json")
 
 
-def test_no_config(tmp_path: Path) -> None:
+def test_a_missing_config_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         Checkpoint.open(tmp_path)
 
 
 @pytest.mark.parametrize(("text", "said"), [("{", "JSON"), ("[1]", "list"), (b"\xff\xfe{", "JSON")])
-def test_broken_config(tmp_path: Path, text: str | bytes, said: str) -> None:
+def test_a_broken_config_is_an_error(tmp_path: Path, text: str | bytes, said: str) -> None:
     content = text if isinstance(text, bytes) else text.encode()
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=said):
@@ -65,7 +65,7 @@ def test_eos_tokens_come_from_generation_config_first(directory: Any, stored: An
     assert Checkpoint.open(directory).eos_tokens() == expected
 
 
-def test_eos_tokens_of_config(directory: Any) -> None:
+def test_eos_tokens_come_from_config(directory: Any) -> None:
     assert Checkpoint.open(directory).eos_tokens() == {3}
     (directory / "config.json").write_text("{}")
     assert Checkpoint.open(directory).eos_tokens() == frozenset()
@@ -78,7 +78,7 @@ def test_eos_tokens_of_a_wrong_type(directory: Any, stored: Any) -> None:
         Checkpoint.open(directory).eos_tokens()
 
 
-def test_default_params(directory: Any) -> None:
+def test_default_params_come_from_generation_config(directory: Any) -> None:
     write_generation(directory, do_sample=True, temperature=0.6, top_k=20, top_p=0.95, min_p=None, max_new_tokens=30)
     params = Checkpoint.open(directory).default_params()
     assert (params.temperature, params.top_k, params.top_p, params.min_p, params.max_tokens) == (0.6, 20, 0.95, 0.0, 30)
@@ -96,7 +96,7 @@ def test_default_params_out_of_range(directory: Any, wrong: Any) -> None:
         Checkpoint.open(directory).default_params()
 
 
-def test_quantization(directory: Any) -> None:
+def test_quantization_is_an_object_of_config_or_an_error(directory: Any) -> None:
     assert Checkpoint.open(directory).quantization is None
     (directory / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "any"}}))
     assert Checkpoint.open(directory).quantization == {"quant_method": "any"}
@@ -105,7 +105,7 @@ def test_quantization(directory: Any) -> None:
         _ = Checkpoint.open(directory).quantization
 
 
-def test_read_key() -> None:
+def test_read_key_checks_types_and_bounds() -> None:
     config = {"whole": 3, "null": None, "half": 0.5, "flag": True, "text": "3"}
     assert read_key(config, "whole", int) == 3
     assert read_key(config, "whole", float) == 3.0

@@ -62,7 +62,7 @@ class Network:
         return self
 
 
-def test_single_file(tmp_path: Path) -> None:
+def test_tensors_of_one_file_fill_the_network(tmp_path: Path) -> None:
     tensors = random_tensors()
     network = Network().load(write(tmp_path, tensors))
     torch.testing.assert_close(network.embedding.weight, tensors["embed.weight"], rtol=0, atol=0)
@@ -71,7 +71,7 @@ def test_single_file(tmp_path: Path) -> None:
     torch.testing.assert_close(network.gate_up(x), torch.cat(expected, -1))
 
 
-def test_several_files(tmp_path: Path) -> None:
+def test_tensors_of_several_files_fill_the_network(tmp_path: Path) -> None:
     tensors = random_tensors()
     files = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(tensors)}
     write_sharded(tmp_path, tensors, files)

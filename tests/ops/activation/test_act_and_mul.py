@@ -24,7 +24,7 @@ def check(shape: Any, dtype: Any, device: Any, activation: Any = "silu") -> None
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 34), (2, 4000), (2, 3, 20), (0, 8)])
-def test_equals_float64(shape: Any, dtype: Any, device: torch.device) -> None:
+def test_act_and_mul_equals_float64(shape: Any, dtype: Any, device: torch.device) -> None:
     check(shape, dtype, device)
 
 
@@ -51,5 +51,5 @@ def test_large_numbers_do_not_overflow(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 28672), (256, 6144), (8192, 28672)])
-def test_real_sizes(shape: Any, device: torch.device) -> None:
+def test_act_and_mul_equals_float64_at_real_sizes(shape: Any, device: torch.device) -> None:
     check(shape, torch.bfloat16, device)

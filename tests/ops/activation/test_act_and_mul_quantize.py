@@ -1,4 +1,4 @@
-"""Activation and quantization in one kernel: the codes of the two kernels one after the other, bit for bit."""
+"""Activation and quantization in one kernel: the quantized values of two separate kernels, bit for bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_other_activations_equal_two_kernels(activation: str, device: torch.devi
 
 
 @pytest.mark.parametrize("dtype", CODES)
-def test_static_scale(dtype: Any, device: torch.device, half: torch.dtype) -> None:
+def test_a_static_scale_clamps_large_values(dtype: Any, device: torch.device, half: torch.dtype) -> None:
     x = (torch.randn(3, 600, device=device) * 4).to(half)
     limit = 448 if dtype == torch.float8_e4m3fn else 127
     codes, _ = check(x, dtype, torch.tensor([1 / limit], device=device))  # which clamps many
@@ -84,7 +84,9 @@ def test_no_rows_and_strided_ones(device: torch.device, half: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", CODES)
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [3072, 4864, 14336, 28672])
-def test_real_sizes(size: int, half: torch.dtype, dtype: Any, device: torch.device) -> None:
+def test_fused_kernel_equals_two_kernels_at_real_sizes(
+    size: int, half: torch.dtype, dtype: Any, device: torch.device
+) -> None:
     for rows in (1, 33, 64, 256, 2048):
         x = torch.randn(rows, 2 * size, device=device).to(half)
         check(x, dtype)

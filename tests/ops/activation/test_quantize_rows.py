@@ -88,7 +88,7 @@ def test_rows_too_small_for_a_scale_become_zeros(dtype: Any, device: torch.devic
     assert scale.tolist() == pytest.approx([1, 1e-20 / limit], rel=1e-6, abs=0)
 
 
-def test_no_rows(device: torch.device) -> None:
+def test_quantize_rows_takes_no_rows(device: torch.device) -> None:
     codes, scale = quantize_rows(torch.empty(0, 16, device=device), FP8)
     assert (codes.shape, scale.shape) == ((0, 16), (0,))
 

@@ -369,7 +369,7 @@ def test_float8_decode_adds_sinks_to_folded_heads(programs: int) -> None:
 
 @pytest.mark.parametrize("programs", [1, 2, 5])
 def test_decode_scales_values(programs: int) -> None:
-    """Both of sequences within one range and of merged parts."""
+    """Both for sequences within one range and for merged parts."""
     Case([50, 130, 7], kv_dtype=torch.float8_e4m3fn, value_scale=0.37).check(programs)
 
 

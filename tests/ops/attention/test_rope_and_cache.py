@@ -15,7 +15,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 
 
 @pytest.mark.parametrize("pairs", [4, 10, 64])
-def test_angles(pairs: int, device: torch.device) -> None:
+def test_angles_equal_float64(pairs: int, device: torch.device) -> None:
     frequencies = (10000.0 ** -(torch.arange(pairs) / pairs)).float().to(device)
     positions = torch.tensor([0, 1, 2, 17, 4095, 131071, 1000003] * 5, device=device)
     cos, sin = angles(positions, frequencies, 1.25)
@@ -25,7 +25,7 @@ def test_angles(pairs: int, device: torch.device) -> None:
     torch.testing.assert_close(sin.double(), turned.sin() * 1.25, rtol=0, atol=1e-6)
 
 
-def test_angles_of_nothing(device: torch.device) -> None:
+def test_angles_takes_no_positions(device: torch.device) -> None:
     assert angles(torch.empty(0, dtype=torch.int64, device=device), torch.ones(4, device=device), 1.0)[0].shape == (
         0,
         4,
@@ -96,14 +96,14 @@ def check(
     ("num_heads", "kv_heads", "dim", "rotary_dim"),
     [(4, 2, 16, 16), (14, 2, 64, 64), (3, 1, 24, 24), (4, 4, 80, 32), (8, 1, 12, 6), (9, 3, 128, 128)],
 )
-def test_equals_float64(
+def test_rotate_and_write_equals_float64(
     num_heads: int, kv_heads: int, dim: int, rotary_dim: int, normed: bool, device: torch.device
 ) -> None:
     check(5, num_heads, kv_heads, dim, rotary_dim, torch.float32, torch.float32, normed, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_shorter_types(dtype: torch.dtype, device: torch.device) -> None:
+def test_rotate_and_write_in_16_bits(dtype: torch.dtype, device: torch.device) -> None:
     check(3, 4, 2, 24, 16, dtype, dtype, True, device)
 
 
@@ -112,11 +112,11 @@ def test_shorter_types(dtype: torch.dtype, device: torch.device) -> None:
     [
         torch.float32,
         torch.bfloat16,
-        # The interpreter's rounding to float8 is wrong, see test_codes_that_need_no_rounding.
+        # The interpreter's rounding to float8 is wrong, see test_exact_float8_values_return_and_large_ones_are_clipped.
         pytest.param(torch.float8_e4m3fn, marks=pytest.mark.gpu),
     ],
 )
-def test_a_cache_of_another_type(kv_dtype: torch.dtype, device: torch.device) -> None:
+def test_rotate_and_write_to_a_cache_of_another_dtype(kv_dtype: torch.dtype, device: torch.device) -> None:
     check(3, 4, 2, 16, 16, torch.bfloat16, kv_dtype, True, device)
 
 
@@ -125,14 +125,17 @@ def test_a_cache_of_another_type(kv_dtype: torch.dtype, device: torch.device) ->
 @pytest.mark.parametrize("rotary_dim", [128, 64])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("tokens", [1, 256, 8192])
-def test_codes_at_real_sizes(tokens: int, normed: bool, rotary_dim: int, scales: Any, device: torch.device) -> None:
+def test_rotate_and_write_to_a_float8_cache_at_real_sizes(
+    tokens: int, normed: bool, rotary_dim: int, scales: Any, device: torch.device
+) -> None:
     check(tokens, 32, 8, 128, rotary_dim, torch.bfloat16, torch.float8_e4m3fn, normed, device, scales)
 
 
 @pytest.mark.parametrize("rotary_dim", [16, 8])
-def test_codes_that_need_no_rounding(rotary_dim: int, device: torch.device) -> None:
-    """Times their scales they come back as they were; what is too large becomes the largest. Triton's interpreter
-    loses the carry when a mantissa rounds up to the next power of two, and digits of subnormal numbers."""
+def test_exact_float8_values_return_and_large_ones_are_clipped(rotary_dim: int, device: torch.device) -> None:
+    """Float8 values times their scales return unchanged; larger numbers become the largest value. No other numbers:
+    Triton's interpreter loses the carry when a mantissa rounds up to the next power of two, and digits of subnormal
+    numbers."""
     scales = KVScales(key=0.75, value=0.1875)
     codes = torch.randint(8, 127, (2, 5, 2, 16), device=device, dtype=torch.uint8)  # of normal numbers
     codes |= torch.randint(0, 2, codes.shape, device=device, dtype=torch.uint8) << 7
@@ -160,7 +163,7 @@ def test_what_is_no_number_has_the_code_of_none(device: torch.device) -> None:
     assert torch.equal(values[0, 1, 0].float().isnan(), torch.arange(8, device=device) == 3)
 
 
-def test_no_tokens(device: torch.device) -> None:
+def test_rotate_and_write_takes_no_tokens(device: torch.device) -> None:
     pool = torch.zeros(1, PAGE, 2, 8, device=device)
     nothing = torch.empty(0, 4, device=device)
     slots = torch.empty(0, dtype=torch.int64, device=device)
@@ -168,7 +171,7 @@ def test_no_tokens(device: torch.device) -> None:
     assert not pool.any()
 
 
-def test_values_pass_whatever_they_are(device: torch.device) -> None:
+def test_values_that_are_not_finite_reach_the_cache_of_their_head_alone(device: torch.device) -> None:
     """A value that is not finite reaches the cache as it is, and no other head."""
     qkv = torch.randn(1, 4 * 8, device=device)
     qkv[0, 27] = float("nan")
@@ -183,7 +186,7 @@ def test_values_pass_whatever_they_are(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 256, 8192])
 @pytest.mark.parametrize("normed", [False, True])
-def test_real_sizes(tokens: int, normed: bool, device: torch.device) -> None:
+def test_rotate_and_write_at_real_sizes(tokens: int, normed: bool, device: torch.device) -> None:
     check(tokens, 32, 8, 128, 128, torch.bfloat16, torch.bfloat16, normed, device)
 
 

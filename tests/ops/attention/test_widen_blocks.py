@@ -1,4 +1,4 @@
-"""Widening of float8 blocks."""
+"""Conversion of float8 KV blocks to 16 bits."""
 
 from __future__ import annotations
 

@@ -106,7 +106,9 @@ def test_activations_beyond_the_bound_are_clamped(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 12288), (1024, 640)])
 @pytest.mark.parametrize("rows", [64, 129, 2048])
-def test_real_sizes(rows: int, outputs: int, inputs: int, device: torch.device, half: torch.dtype) -> None:
+def test_products_equal_float64_at_real_sizes(
+    rows: int, outputs: int, inputs: int, device: torch.device, half: torch.dtype
+) -> None:
     operands, workspace = Blocks(rows, outputs, inputs, 128, device, half), Workspace(device)
     row = torch.arange(outputs, device=device) // 128
     column = torch.arange(inputs, device=device) // 128

@@ -64,7 +64,7 @@ def test_even_splits_leave_no_program_without_work(outputs: int, inputs: int) ->
         (INT8, 2752, 15040, 4),
     ],
 )
-def test_splits_of_fine_tiles(layout: Any, outputs: int, inputs: int, splits: int) -> None:
+def test_fine_tiles_are_split_where_they_are_few(layout: Any, outputs: int, inputs: int, splits: int) -> None:
     shape = WeightOnlyShape(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
     tile = fine_tile(shape, 4, SMS)
     assert tile.splits == splits

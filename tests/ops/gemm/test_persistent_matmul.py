@@ -56,7 +56,7 @@ def test_two_int8_steps_are_in_flight() -> None:
 @pytest.mark.parametrize(
     ("rows", "weight_rows", "inputs"), [(64, 1024, 256), (257, 1032, 4112), (1, 264, 16), (2048, 6144, 4096)]
 )
-def test_products(
+def test_products_equal_float64_and_repeat(
     kind: str, splits: int, rows: int, weight_rows: int, inputs: int, hopper: torch.device, half: torch.dtype
 ) -> None:
     workspace = Workspace(hopper)

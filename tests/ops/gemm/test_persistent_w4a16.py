@@ -144,7 +144,7 @@ def test_as_many_programs_as_share_the_units_evenly(tile: PersistentTile) -> Non
     ("rows", "outputs", "inputs", "group"),
     [(1, 136, 64, 64), (100, 528, 648, 128), (300, 4096, 4096, 64), (257, 6144, 4096, 128), (2048, 2048, 1152, -1)],
 )
-def test_products(
+def test_products_equal_float64_and_repeat(
     tile: PersistentTile, zeros: bool, rows: int, outputs: int, inputs: int, group: int, hopper: Any, half: Any
 ) -> None:
     matmul: Any = WeightOnlyMatmul(hopper)
@@ -160,7 +160,9 @@ def test_products(
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(100, 528, 640), (257, 28672, 4096)])
-def test_gated(tile: PersistentTile, rows: int, outputs: int, inputs: int, hopper: Any, half: Any) -> None:
+def test_gated_products_equal_float64(
+    tile: PersistentTile, rows: int, outputs: int, inputs: int, hopper: Any, half: Any
+) -> None:
     matmul: Any = WeightOnlyMatmul(hopper)
     operands = Operands(rows, outputs, inputs, 128, hopper, half, zeros=False)
     bias = torch.randn(outputs, device=hopper).to(half)

@@ -44,8 +44,10 @@ def test_matmul_with_a_scale_per_row(
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize(("splits", "inputs"), [(2, 208), (2, 1024), (4, 528), (4, 96)])
-def test_split_k(kind: str, splits: int, inputs: int, device: torch.device, half: torch.dtype, workspace: Any) -> None:
-    """Of 96 inputs three of four programs have none."""
+def test_split_k_equals_the_whole_product(
+    kind: str, splits: int, inputs: int, device: torch.device, half: torch.dtype, workspace: Any
+) -> None:
+    """With 96 inputs, three of the four programs have none."""
     operands = Operands(kind, 70, 90, inputs, device, biased=inputs == 208, half=half)
     tile = evolve(TILE, splits=splits)
     check(operands, tile, half, workspace)
@@ -71,7 +73,7 @@ def test_a_nan_stays_in_its_row(device: torch.device, half: torch.dtype, workspa
     assert multiply(operands, TILE, half, workspace).isnan().any(1).nonzero().tolist() == [[3]]
 
 
-def test_no_rows(device: torch.device, half: torch.dtype, workspace: Any) -> None:
+def test_matmul_takes_no_rows(device: torch.device, half: torch.dtype, workspace: Any) -> None:
     operands = Operands("int8", 0, 64, 128, device, half=half)
     assert multiply(operands, TILE, half, workspace).shape == (0, 64)
 
@@ -86,7 +88,7 @@ def test_default_tiles_occupy_all_multiprocessors_if_possible() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("weight_rows", "inputs"), [(6144, 4096), (4096, 14336)])
 @pytest.mark.parametrize("rows", [64, 257, 2048])
-def test_real_sizes(
+def test_products_equal_float64_at_real_sizes(
     rows: int, weight_rows: int, inputs: int, device: torch.device, half: torch.dtype, workspace: Any
 ) -> None:
     for kind in ("fp8", "int8"):

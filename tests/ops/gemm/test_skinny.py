@@ -1,4 +1,4 @@
-"""AutotunedCall of few rows against float64: both forms, all epilogues, ragged sizes, shared columns."""
+"""The skinny GEMM, of up to 16 rows, against float64: both forms, all epilogues, ragged sizes, split-K."""
 
 from __future__ import annotations
 
@@ -110,14 +110,14 @@ def check(
 @pytest.mark.parametrize("epilogue", ["plain", "gated", "argmax"])
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize(("outputs", "inputs"), [(13, 50), (3, 200)])
-def test_vector(epilogue: str, rows: int, outputs: int, inputs: int, workspace: Any) -> None:
+def test_vector_tile_equals_float64(epilogue: str, rows: int, outputs: int, inputs: int, workspace: Any) -> None:
     check(VECTOR, epilogue, rows, outputs, inputs, workspace)
 
 
 @pytest.mark.parametrize("epilogue", ["plain", "gated", "argmax"])
 @pytest.mark.parametrize("rows", [1, 5, 16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 64), (13, 50)])
-def test_matrix(epilogue: str, rows: int, outputs: int, inputs: int, workspace: Any) -> None:
+def test_matrix_tile_equals_float64(epilogue: str, rows: int, outputs: int, inputs: int, workspace: Any) -> None:
     check(MATRIX, epilogue, rows, outputs, inputs, workspace)
 
 
@@ -133,14 +133,16 @@ def test_gated_by_other_activations(tile: Any, rows: int, activation: Any, works
 
 @pytest.mark.parametrize("epilogue", ["plain", "gated"])
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 50), (16, 33, 72)])
-def test_split_k(epilogue: str, rows: int, outputs: int, inputs: int, workspace: Any) -> None:
-    """Among them: a share that is empty (50 columns are 4 blocks of 16, 72 are 5)."""
+def test_split_k_equals_float64_when_a_split_is_empty(
+    epilogue: str, rows: int, outputs: int, inputs: int, workspace: Any
+) -> None:
+    """50 inputs are 4 blocks of 16, one per split; 72 are 5, so that one split is empty."""
     check(SHARED, epilogue, rows, outputs, inputs, workspace)
 
 
 @pytest.mark.parametrize("tile", [VECTOR, MATRIX, SHARED], ids=["vector", "matrix", "shared"])
 @pytest.mark.parametrize("epilogue", ["plain", "gated"])
-def test_bias(tile: Any, epilogue: str, workspace: Any) -> None:
+def test_each_tile_adds_a_bias(tile: Any, epilogue: str, workspace: Any) -> None:
     check(tile, epilogue, 3, 20, 48, workspace, biased=True)
 
 
@@ -156,7 +158,7 @@ def test_bias(tile: Any, epilogue: str, workspace: Any) -> None:
         pytest.param(SHARED, torch.bfloat16, marks=pytest.mark.gpu),
     ],
 )
-def test_shorter_types(tile: Any, dtype: torch.dtype, workspace: Any) -> None:
+def test_each_tile_multiplies_in_16_bits(tile: Any, dtype: torch.dtype, workspace: Any) -> None:
     check(tile, "plain", 4, 24, 96, workspace, dtype=dtype)
 
 
@@ -260,7 +262,7 @@ def test_prefetching_needs_aligned_rows() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("epilogue", ["plain", "gated", "argmax"])
-def test_all_tiles_at_real_sizes(outputs: Any, inputs: Any, epilogue: str, workspace: Any) -> None:
+def test_all_tiles_equal_float64_at_real_sizes(outputs: Any, inputs: Any, epilogue: str, workspace: Any) -> None:
     operands = Operands(epilogue, SKINNY_MAX_ROWS, outputs, inputs, workspace.device, torch.bfloat16)
     for rows in (1, 2, 4, 8, SKINNY_MAX_ROWS):
         for tile in candidates(operands.gemm_shape, rows, workspace.device):

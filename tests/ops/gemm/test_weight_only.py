@@ -1,4 +1,4 @@
-"""Few and some rows times 4-bit and 8-bit weights against float64: all layouts, tiles, epilogues, ragged sizes."""
+"""The weight-only GEMM, 4-bit and 8-bit weights, against float64: all layouts, tiles, epilogues, ragged sizes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def gated(operands: Any, bias: Any = None) -> Any:
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS, AHEAD], ids=str)
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (4, 128), (4, 256), (4, -1), (8, 32), (8, 128)])
-def test_layouts(
+def test_each_layout_equals_float64(
     multiplier: Any, device: torch.device, half: torch.dtype, bits: int, group_size: int, zeros: bool, tile: Any
 ) -> None:
     operands = Operands(5, 40, 768, group_size, device, half, bits=bits, zeros=zeros)
@@ -113,7 +113,7 @@ def test_layouts(
 
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS, AHEAD], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 256), (33, 96), (8, 32), (100, 600), (66, 832)])
-def test_ragged_sizes(
+def test_sizes_that_are_no_multiples_of_a_tile(
     multiplier: Any, device: torch.device, half: torch.dtype, outputs: int, inputs: int, tile: Any
 ) -> None:
     operands = Operands(3, outputs, inputs, 32 if inputs % 64 else 64, device, half)
@@ -123,14 +123,18 @@ def test_ragged_sizes(
 
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS, AHEAD], ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 17, 40])
-def test_rows(multiplier: Any, device: torch.device, half: torch.dtype, rows: int, tile: Any) -> None:
+def test_numbers_of_rows_around_a_tile(
+    multiplier: Any, device: torch.device, half: torch.dtype, rows: int, tile: Any
+) -> None:
     operands = Operands(rows, 64, 512, 128, device, half, zeros=False)
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, tile), linear(operands))
 
 
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS, AHEAD], ids=str)
 @pytest.mark.parametrize(("outputs", "biased"), [(64, False), (80, True)])
-def test_gated(multiplier: Any, device: torch.device, half: torch.dtype, outputs: int, biased: bool, tile: Any) -> None:
+def test_gated_products_equal_float64(
+    multiplier: Any, device: torch.device, half: torch.dtype, outputs: int, biased: bool, tile: Any
+) -> None:
     operands = Operands(6, outputs, 512, 64, device, half)
     bias = torch.randn(outputs, device=device).to(half) if biased else None
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, bias, True, tile), gated(operands, bias))
@@ -147,7 +151,7 @@ def test_gated_by_another_activation(multiplier: Any, device: torch.device, half
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (4, 128), (4, -1), (8, 32), (8, 128)])
-def test_one_row(
+def test_vector_tile_multiplies_one_row(
     multiplier: Any, device: torch.device, half: torch.dtype, bits: int, group_size: int, zeros: bool
 ) -> None:
     operands = Operands(1, 10, 768, group_size, device, half, bits=bits, zeros=zeros)
@@ -155,12 +159,12 @@ def test_one_row(
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, bias, False, VECTOR), linear(operands, bias))
 
 
-def test_one_row_and_part_of_a_block(multiplier: Any, device: torch.device, half: torch.dtype) -> None:
+def test_vector_tile_multiplies_a_part_of_a_block(multiplier: Any, device: torch.device, half: torch.dtype) -> None:
     operands = Operands(1, 7, 352, 32, device, half)
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, VECTOR), linear(operands))
 
 
-def test_one_row_gated(multiplier: Any, device: torch.device, half: torch.dtype) -> None:
+def test_vector_tile_multiplies_one_gated_row(multiplier: Any, device: torch.device, half: torch.dtype) -> None:
     operands = Operands(1, 12, 512, 64, device, half)
     bias = torch.randn(12, device=device).to(half)
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, bias, True, VECTOR), gated(operands, bias))
@@ -205,7 +209,7 @@ def test_call_chooses_a_tile(multiplier: Any, device: torch.device, half: torch.
     check(multiplier(operands.x, operands.matrix, gated=True), gated(operands))
 
 
-def test_gather(multiplier: Any, device: torch.device, half: torch.dtype) -> None:
+def test_gather_reorders_inputs(multiplier: Any, device: torch.device, half: torch.dtype) -> None:
     x = torch.randn(3, 5000, device=device).to(half)
     order = torch.randperm(5000, device=device).to(torch.int32)
     assert torch.equal(multiplier.gather(x, order), x[:, order.long()])
@@ -311,7 +315,7 @@ def test_each_w8_value_is_dequantized_exactly(
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS, AHEAD], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(40, 384), (66, 200), (8, 64)])
 @pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 4), ("fp8", 128)])
-def test_w8(
+def test_w8_products_equal_float64(
     multiplier: Any,
     device: torch.device,
     half: torch.dtype,
@@ -331,7 +335,9 @@ def test_w8(
 
 
 @pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 4), ("fp8", 128)])
-def test_one_row_w8(multiplier: Any, device: torch.device, half: torch.dtype, kind: str, scale_rows: int) -> None:
+def test_vector_tile_multiplies_one_w8_row(
+    multiplier: Any, device: torch.device, half: torch.dtype, kind: str, scale_rows: int
+) -> None:
     operands = CodeOperands(kind, 1, 10, 328, device, scale_rows=scale_rows, biased=True, half=half)
     matrix = w8_matrix(operands, scale_rows)
     exact = operands.exact(codes=False)
@@ -350,7 +356,7 @@ def w8_matrix(operands: Any, scale_rows: Any) -> Any:
 @pytest.mark.parametrize("rows", [1, 9, 32, 64, 200, 256])
 @pytest.mark.parametrize(("outputs", "inputs"), LLAMA)
 @pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 128)])
-def test_real_sizes_w8(
+def test_w8_products_equal_float64_at_real_sizes(
     multiplier: Any,
     device: torch.device,
     dtype: torch.dtype,
@@ -368,7 +374,7 @@ def test_real_sizes_w8(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 7, 16, 32, 64, 128, 200, 256, 300])
 @pytest.mark.parametrize(("outputs", "inputs"), LLAMA)
-def test_real_sizes(
+def test_products_equal_float64_at_real_sizes(
     multiplier: Any, device: torch.device, dtype: torch.dtype, rows: int, outputs: Any, inputs: Any
 ) -> None:
     operands = Operands(rows, outputs, inputs, 128, device, dtype, zeros=rows % 2 == 0)
@@ -390,7 +396,7 @@ def tried(gemm_shape: Any, rows: Any) -> Any:
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (4, 128), (4, -1), (8, 32), (8, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("zeros", [False, True])
-def test_every_tile(
+def test_tiles_with_other_warps_and_stages_equal_float64(
     multiplier: Any, device: torch.device, dtype: torch.dtype, zeros: bool, bits: int, group_size: int, rows: int
 ) -> None:
     operands = Operands(rows, 4096, 4096, group_size, device, dtype, bits=bits, zeros=zeros)

@@ -1,4 +1,4 @@
-"""Random codes and scales of one weight, and what multiplying by it comes to in float64."""
+"""Random quantized values and scales of one weight, and the product with it in float64."""
 
 from __future__ import annotations
 

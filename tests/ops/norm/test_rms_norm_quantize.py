@@ -1,4 +1,4 @@
-"""Norm and quantization in one kernel: the codes of the two kernels one after the other, bit for bit."""
+"""Norm and quantization in one kernel: the quantized values of two separate kernels, bit for bit."""
 
 from __future__ import annotations
 

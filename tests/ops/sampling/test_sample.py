@@ -192,8 +192,8 @@ def test_wrong_bounds_from_the_sample_are_corrected(asked: dict[str, Any]) -> No
         assert check(logits, [SamplingParams(seed=11, **asked)]) == 0
 
 
-def test_peaked_rows() -> None:
-    """One token has nearly all mass; the cutoffs lie above all sampled logits, or in the far tail."""
+def test_draws_equal_the_reference_where_one_token_has_nearly_all_mass() -> None:
+    """The cutoffs lie above all sampled logits, or in the far tail."""
     logits = random_logits(5, 5000, spread=1.0)
     logits[:, 4321] = 30.0
     asked = [{"top_p": 0.9}, {"top_k": 3}, {"top_p": 1 - 1e-7}, {"top_k": 3, "top_p": 0.5}, {"temperature": 4.0}]
@@ -256,7 +256,7 @@ def test_logits_may_be_part_of_a_wider_tensor() -> None:
     assert sample_rows(part, rows_of(params), make_table(params))[0].tolist() == expected.tolist()
 
 
-def test_no_rows() -> None:
+def test_draw_rows_takes_no_rows() -> None:
     tokens, max_logits = sample_rows(torch.zeros(0, 5, device=DEVICE), rows_of([]), make_table([]))
     assert tokens.shape == max_logits.shape == (0,)
 

@@ -115,8 +115,8 @@ def test_the_tokens_are_those_of_keys_and_values_rounded_by_hand(
     assert not [record for record in caplog.records if "scale" in record.message]
 
 
-def test_rounding_shows(with_scales: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference is not that of any other scales, nor of none."""
+def test_other_scales_change_the_reference(with_scales: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchanging the scales of two layers changes the results, and so do unrounded keys and values."""
     found = [by_hand(with_scales, SCALES, monkeypatch)[1], run(plain)[1]]
     found.append(by_hand(with_scales, {0: SCALES[1], 1: SCALES[0]}, monkeypatch)[1])
     assert all((found[0] - other).abs().max() > 0.05 for other in found[1:])
@@ -158,11 +158,11 @@ def test_a_float8_cache_has_four_times_the_blocks_of_a_float32_one(with_scales: 
     "names",
     [("k_proj.output_scale", "v_proj.output_scale"), ("k_proj.k_scale", "v_proj.v_scale")],
 )
-def test_scales_under_other_names(names: Any, plain: Any, with_scales: Any, tmp_path: Path) -> None:
+def test_scales_under_older_names_are_read(names: Any, plain: Any, with_scales: Any, tmp_path: Path) -> None:
     assert run(scaled(plain, tmp_path / "model", names))[0] == run(with_scales)[0]
 
 
-def test_scales_of_some_layers(
+def test_missing_scales_are_1_and_named_in_a_warning(
     plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = scaled(plain, tmp_path / "model", scales={1: SCALES[1]})

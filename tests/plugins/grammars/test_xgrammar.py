@@ -57,14 +57,14 @@ def test_parts_of_expressions_that_xgrammar_ignores_are_refused(pattern: str) ->
         backend().compile(Grammar.regex(pattern))
 
 
-def test_patterns_and_lengths() -> None:
+def test_patterns_and_lengths_of_strings_are_enforced() -> None:
     parts = [{"type": "string", "pattern": r"^[a-c]\.\d{2}$"}, {"type": "string", "maxLength": 2}]
     compiled = backend(0).compile(Grammar.json_schema({"type": "array", "prefixItems": parts}))
     assert matches(compiled, '["b.12","é"]')
     assert not any(matches(compiled, text) for text in ('["b112","a"]', '["b.12","abc"]', '["b.12","\n"]'))
 
 
-def test_a_name_comes_once() -> None:
+def test_a_property_cannot_come_twice() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     compiled = backend().compile(Grammar.json_schema(schema))
     assert matches(compiled, '{"a":1}')

@@ -261,7 +261,7 @@ def test_missing_key_is_an_error_naming_it(architecture: str, changes: Any, said
     assert said in str(caught.value)
 
 
-def test_spec_of_a_config() -> None:
+def test_spec_follows_config_json() -> None:
     spec = Qwen2.spec(
         config_of(
             "qwen2", num_hidden_layers=3, use_sliding_window=True, sliding_window=8, max_window_layers=2, head_dim=...

@@ -50,7 +50,7 @@ def writer(*, logprobs: bool = False) -> ResponseWriter:
 
 
 def deltas(said: str, cuts: Sequence[int], merged: bool, finish: str = "stop") -> list[Delta]:
-    """What a generation yields of a text that comes in pieces; merged: all of it at once."""
+    """What a generation yields for a text that comes in pieces; merged: in a single one."""
     tools = [{"type": "function", "function": {"name": name}} for name in TOOLS.offered]
     parsing = Hermes(ReasoningOptions(reasoning=True), TEMPLATES).begin("", tools)
     assert parsing is not None

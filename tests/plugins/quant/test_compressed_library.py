@@ -92,7 +92,9 @@ def logprobs(path: Any, **settings: Any) -> Any:
     ("preset", "method", "limit"),
     [("FP8", "fp8", 1e-3), ("FP8_DYNAMIC", "fp8", 1e-3), ("FP8_BLOCK", "fp8", 1e-3), ("INT8", "int8", 0.03)],
 )
-def test_presets(preset: str, method: str, limit: float, plain: Any, tmp_path: Path) -> None:
+def test_presets_are_read_as_the_library_decompresses_them(
+    preset: str, method: str, limit: float, plain: Any, tmp_path: Path
+) -> None:
     compressed, decompressed = quantize(plain, tmp_path, {preset: ["Linear"]})
     chosen, scores = logprobs(compressed)
     assert chosen == [method]

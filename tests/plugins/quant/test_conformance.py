@@ -178,7 +178,7 @@ class TestPackQuantizedOrdered(TestPackQuantized):
 
 
 class OnGpu:
-    """Activations are quantized too where a GPU multiplies codes."""
+    """Activations are quantized too where a GPU multiplies quantized values."""
 
     device = "cuda:0"
     dtype = "bfloat16"

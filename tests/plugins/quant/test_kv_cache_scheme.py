@@ -64,7 +64,7 @@ def test_unsupported_kv_cache_scheme_is_logged(stored: Any, said: str, caplog: p
     assert "not supported" in caplog.text
 
 
-def test_names() -> None:
+def test_scales_have_newer_and_older_names() -> None:
     names = KVCacheScheme(has_scales=True).names("model.layers.3.self_attn")
     assert names is not None
     assert names.keys[:2] == ("model.layers.3.self_attn.k_scale", "model.layers.3.self_attn.k_proj.output_scale")

@@ -22,7 +22,7 @@ def test_unpack_starts_at_the_low_end_of_a_word() -> None:
     assert unpack(torch.tensor([[word(0xFF7F0180)]], dtype=torch.int32), 8, 1, 4).tolist() == [[128, 1, 127, 255]]
 
 
-def test_awq_order() -> None:
+def test_unpack_awq_restores_the_order() -> None:
     words = torch.tensor([[word(0x75316420), word(0xFDB9ECA8)]], dtype=torch.int32)
     assert unpack_awq(words).tolist() == [list(range(16))]
 
@@ -43,7 +43,7 @@ def test_awq_order() -> None:
         (0xFFFFFFFF, 8, True, False, 0),
     ],
 )
-def test_gptq_zero_points(value: int, bits: int, less_one: bool, symmetric: bool, zero: int) -> None:
+def test_gptq_zeros_reads_both_versions(value: int, bits: int, less_one: bool, symmetric: bool, zero: int) -> None:
     words = torch.tensor([[word(value)] * 2], dtype=torch.int32)
     outputs = 64 // bits
     zeros = gptq_zeros(words, bits, outputs, less_one=less_one, symmetric=symmetric)

@@ -92,7 +92,7 @@ def test_unknown_keys_are_named_in_a_warning(method: Any, config: Any, caplog: p
     ],
 )
 def test_older_files_describe_the_quantization(method: Any, file: str, content: Any, tmp_path: Path) -> None:
-    """Where config.json says nothing; what config.json says counts else."""
+    """Only where config.json says nothing: what it says takes precedence."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / file).write_text(json.dumps(content))
     found = Checkpoint.open(tmp_path).quantization
@@ -105,7 +105,7 @@ def test_older_files_describe_the_quantization(method: Any, file: str, content: 
     assert Fp8.refuses(found, CPU) is None
 
 
-def test_formats_of_float8_keys() -> None:
+def test_keys_of_float8_checkpoints_set_activations_scales_and_clamping() -> None:
     """dequantize leaves activations alone; ue8m0 makes scales powers of two; the bound of FBGEMM clamps."""
     blocks = FP8 | {"weight_block_size": [128, 128]}
     forms = [

@@ -184,7 +184,9 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("graphs", ["auto", "off"])
 @pytest.mark.parametrize("case", ON_GPUS)
-def test_processes_on_gpus(case: Any, graphs: str, ranks: int, plain: Any, wide: Any, tmp_path: Path) -> None:
+def test_ranks_on_gpus_choose_the_tokens_of_one(
+    case: Any, graphs: str, ranks: int, plain: Any, wide: Any, tmp_path: Path
+) -> None:
     """In bfloat16, by NCCL and peer memory: several ranks choose what one does, but for ties."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs; torch sees {torch.cuda.device_count()}")
@@ -201,7 +203,7 @@ def test_processes_on_gpus(case: Any, graphs: str, ranks: int, plain: Any, wide:
         assert shortfalls(one, PROMPT[:24]).median() > 20 * TIE
 
 
-def test_kv_head_replicas(tmp_path: Path) -> None:
+def test_quantized_kv_head_replicas_equal_one_rank(tmp_path: Path) -> None:
     """Two heads of keys on four ranks: quantized tensors are read twice like plain ones."""
     source = make_checkpoint(tmp_path / "plain", "qwen2", tokenizer=True, **SIZES, num_key_value_heads=2)
     stored, _ = quantized(source, tmp_path, fp8_per_channel, CHANNEL)

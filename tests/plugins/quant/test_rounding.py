@@ -17,7 +17,7 @@ def e4m3(code: Any) -> Any:
 
 
 E4M3 = torch.tensor([e4m3(code) for code in range(127)])
-"""All positive codes but NaN."""
+"""All positive float8 values but NaN."""
 
 
 def nearest(values: Any) -> Any:
@@ -71,14 +71,14 @@ def test_large_weights_are_quantized_strip_by_strip(monkeypatch: pytest.MonkeyPa
         assert torch.equal(dequantize(codes, scale, torch.float32), dequantize(whole, scale, torch.float32))
 
 
-def test_zeros_stay_zeros() -> None:
+def test_quantize_keeps_zeros() -> None:
     for granularity in ("tensor", "channel", "block"):
         codes, scale = quantize(torch.zeros(3, 4), FP8, granularity)
         assert not codes.float().any()
         assert not dequantize(codes, scale, torch.float32).any()
 
 
-def test_blocks_of_fewer_rows() -> None:
+def test_expand_repeats_scales_of_blocks_cut_short() -> None:
     scale = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     wide = expand(scale, torch.Size((10, 130)), 4)
     assert wide.shape == (10, 130)
@@ -87,7 +87,7 @@ def test_blocks_of_fewer_rows() -> None:
     torch.testing.assert_close(dequantize(ones, scale, torch.float32, 4), wide, rtol=0, atol=0)
 
 
-def test_quantize_rows() -> None:
+def test_quantize_rows_rounds_and_clamps() -> None:
     x = torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0], [127.0, 63.5, 1.5]])
     codes, scale = quantize_rows(x)
     assert codes.tolist() == [[64, -127, 32], [0, 0, 0], [127, 64, 2]]

@@ -136,8 +136,7 @@ def test_listed_modules_are_not_quantized(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(logprobs(quantized)[0], logprobs(plain)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_dynamic_overrides(tmp_path: Path) -> None:
-    """Other widths and groups for some modules."""
+def test_dynamic_gives_modules_other_widths_and_groups(tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "qwen2", hidden_size=128, intermediate_size=256, tokenizer=True)
     overrides = {r"+:.*\.down_proj": {"bits": 8, "group_size": 64}, r".*layers\.0\.self_attn": {"group_size": -1}}
 

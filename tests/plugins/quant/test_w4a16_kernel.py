@@ -50,7 +50,7 @@ def tensors_of(weights: Any, method: Any) -> Any:
     ("method", "ordered"),
     [(name, "none") for name in METHODS] + [("gptq", ordered) for ordered in ("equal", "each", "some")],
 )
-def test_parts_of_a_packed_layer(method: Any, ordered: Any) -> None:
+def test_parts_of_one_act_order_are_packed_as_one_matrix(method: Any, ordered: Any) -> None:
     seeds = {"none": (1, 2, 3), "equal": (4, 4, 4), "each": (1, 2, 3), "some": (4, 4, 5)}[ordered]
     sizes = {"q": 64, "k": 32, "v": 32}
     weights = {
@@ -227,7 +227,7 @@ def test_act_order_that_cannot_be_sharded_is_refused(tmp_path: Path) -> None:
         Network(cls.from_checkpoint(config, None), ranks=2).load(source_of(tmp_path, beyond))
 
 
-def test_dummy_weights() -> None:
+def test_dummy_weights_give_finite_results() -> None:
     for cls, config in METHODS.values():
         network = Network(cls.from_checkpoint(config, None)).load(DummySource())
         assert torch.isfinite(network.up(torch.ones(1, 64))).all()

@@ -102,7 +102,9 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("kind", "granularity", "activations"), FORMS[1:])
-def test_all_numbers_of_rows(kind: Any, granularity: Any, activations: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_numbers_of_rows_equal_float64(
+    kind: Any, granularity: Any, activations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """W8A16, W8A8, and dequantized weights."""
     monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 16)
     monkeypatch.setattr(weight_only_tiles, "WEIGHT_ONLY_MAX_ROWS", 20)
@@ -172,7 +174,7 @@ def test_no_rows_in_float32() -> None:
     assert kernel.apply_gated(torch.empty(0, INPUTS, device=DEVICE), case.weights, case.bias).shape == (0, 32)
 
 
-def test_capability() -> None:
+def test_a_cpu_has_no_compute_capability() -> None:
     assert not has_capability(torch.device("cpu"), (0, 0))
 
 
@@ -230,7 +232,9 @@ REAL = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "granularity", "activations"), FORMS)
 @pytest.mark.parametrize(("parts", "inputs"), REAL)
-def test_real_sizes(kind: Any, granularity: Any, activations: Any, parts: Any, inputs: Any) -> None:
+def test_layers_of_real_sizes_equal_float64(
+    kind: Any, granularity: Any, activations: Any, parts: Any, inputs: Any
+) -> None:
     case = Case(make(kind, granularity, activations, parts=parts, inputs=inputs))
     for rows in (1, 2, 4, 8, 16, 32, 33, 64, 128, 256, 257, 2048):
         case.check(rows, 0.03)
@@ -262,7 +266,7 @@ def test_float16_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", [Fp8, Int8])
-def test_captured_in_a_graph(method: Any) -> None:
+def test_a_captured_graph_replays_the_same_result(method: Any) -> None:
     spec = LinearSpec(
         parts=(LinearPart(name="gate", out_features=1024), LinearPart(name="up", out_features=1024)),
         in_features=1024,

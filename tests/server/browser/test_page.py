@@ -31,7 +31,7 @@ def test_a_whole_conversation_from_the_keyboard_alone(talk: Any, model: Any) -> 
         outline = "getComputedStyle(document.activeElement).outlineStyle"
         assert talk.page.evaluate(outline) != "none", f"the focus on {name} cannot be seen"
 
-    assert talk.focused() == "Message", "one can write at once"
+    assert talk.focused() == "Message", "one can write immediately"
     model.says("Hello.", f"<think>A tool knows.</think>{CALL}", "It is sunny.", "Goodbye.")
     keyboard.type("one")
     keyboard.press("Shift+Enter")

@@ -50,7 +50,7 @@ def events(response: httpx.Response) -> list[Any]:
     return [json.loads(event.removeprefix("data: ")) for event in found]
 
 
-def test_completion(http: httpx.Client) -> None:
+def test_a_completion_has_text_and_usage(http: httpx.Client) -> None:
     body = complete(http)
     assert body["object"] == "text_completion"
     assert body["model"] == MODEL
@@ -67,7 +67,7 @@ def test_completion(http: httpx.Client) -> None:
     ("prompt", "echoes"),
     [("xy", ["xy"]), (["x", "y"], ["x", "y"]), ([120, 121], ["xy"]), ([[120], [121, 122]], ["x", "yz"])],
 )
-def test_forms_of_a_prompt(http: httpx.Client, prompt: Any, echoes: list[str]) -> None:
+def test_a_prompt_is_text_tokens_or_a_list_of_either(http: httpx.Client, prompt: Any, echoes: list[str]) -> None:
     choices = complete(http, prompt=prompt, echo=True)["choices"]
     assert [choice["text"] for choice in choices] == [echo + "abcd" for echo in echoes]
 
@@ -150,7 +150,7 @@ def test_short_streams_on_one_connection(http: httpx.Client, max_tokens: int) ->
         assert "".join(piece["choices"][0]["text"] for piece in pieces) == "abc"[:max_tokens]
 
 
-def test_chat(http: httpx.Client) -> None:
+def test_a_chat_has_message_logprobs_and_usage(http: httpx.Client) -> None:
     body = http.post("/v1/chat/completions", json=CHAT | {"logprobs": True, "top_logprobs": 2}).json()
     assert body["object"] == "chat.completion"
     (choice,) = body["choices"]
@@ -161,7 +161,7 @@ def test_chat(http: httpx.Client) -> None:
     assert body["usage"]["prompt_tokens"] == len("<user>hi<assistant>")
 
 
-def test_chat_stream(http: httpx.Client) -> None:
+def test_a_chat_stream_has_every_choice_and_usage(http: httpx.Client) -> None:
     body = CHAT | {"stream": True, "n": 2, "seed": 0, "stream_options": {"include_usage": True}}
     *pieces, usage = events(http.post("/v1/chat/completions", json=body))
     assert usage["usage"]["completion_tokens"] == 8
@@ -309,14 +309,14 @@ def test_errors_of_unknown_paths_and_methods_have_the_same_shape(http: httpx.Cli
     refusal(http.get("/v1/completions"), 405)
 
 
-def test_models(http: httpx.Client) -> None:
+def test_models_lists_the_served_model_alone(http: httpx.Client) -> None:
     (model,) = http.get("/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == (MODEL, 256)
     assert http.get(f"/v1/models/{MODEL}").json() == model
     refusal(http.get("/v1/models/other"), 404)
 
 
-def test_small_routes_that_clients_ask(http: httpx.Client) -> None:
+def test_ping_version_and_tokenizer_info_answer(http: httpx.Client) -> None:
     assert http.get("/ping").json() == http.get("/health").json()
     assert http.get("/version").json() == {"version": engine.__version__}
     info = http.get("/tokenizer_info").json()
@@ -334,7 +334,7 @@ def test_every_chunk_has_the_usage_so_far_on_request(http: httpx.Client, path: s
     assert all(chunk["usage"]["prompt_tokens"] == chunks[-1]["usage"]["prompt_tokens"] for chunk in chunks)
 
 
-def test_tokenize_and_back(http: httpx.Client) -> None:
+def test_detokenize_inverts_tokenize(http: httpx.Client) -> None:
     body = http.post("/tokenize", json={"prompt": "héj"}).json()
     assert body == {"tokens": list("héj".encode()), "count": 4, "max_model_len": 256}
     assert http.post("/detokenize", json={"tokens": body["tokens"]}).json() == {"prompt": "héj"}
@@ -365,7 +365,7 @@ def test_api_key_is_required_except_for_health(serve_fake: Serve) -> None:
 
 
 def test_requests_above_max_waiting_are_refused(serve_fake: Serve, gate: Any) -> None:
-    """As overload while others are in progress; as invalid if no server that is idle would take them."""
+    """As overload while others are in progress; as invalid if even an idle server would refuse them."""
     with serve_fake(max_waiting=3) as server, server.client() as http:
         for body, param in (({"n": 4}, "n"), ({"prompt": ["a", "b", "c", "d"]}, "prompt")):
             error = refusal(http.post("/v1/completions", json=COMPLETION | body))

@@ -34,7 +34,7 @@ def entry(token: int, *top: tuple[int, float]) -> TokenLogprobs:
     return TokenLogprobs(token=token, logprob=-1.5, rank=1, top=top)
 
 
-def test_token_names() -> None:
+def test_token_names_show_incomplete_characters_as_bytes() -> None:
     assert token_name("é".encode()) == "é"
     assert token_name(b"\xe2\x82") == "bytes:\\xe2\\x82"
 

@@ -72,7 +72,7 @@ def accepts(document: Any, name: str, body: Any) -> bool:
     return bool(jsonschema.Draft202012Validator(schema).is_valid(body))
 
 
-def test_the_document_is_whole(document: Any) -> None:
+def test_the_document_has_valid_schemas_and_no_dangling_reference(document: Any) -> None:
     assert document["openapi"] == "3.1.0"
     for schema in document["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(schema)

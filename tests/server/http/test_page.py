@@ -1,4 +1,4 @@
-"""The page at /: how it is served, and what its files contain. tests/browser opens it in a browser."""
+"""The page at /: how it is served, and what its files contain. tests/server/browser opens it in a browser."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def tokens_for(given: int | None, default: int | None, prompt: int) -> int | Non
     return params.with_max_tokens(given, "max_tokens", default, DEFAULTS, prompt, max_len=100).max_tokens
 
 
-def test_max_tokens() -> None:
+def test_max_tokens_default_to_what_the_context_leaves() -> None:
     assert tokens_for(10, 16, 90) == 10
     assert tokens_for(None, 16, 50) == 16
     assert tokens_for(None, 16, 90) == 10

@@ -1,4 +1,4 @@
-"""A front end's client of the engine replicas, with a handle of Ray's that is none."""
+"""A front end's client of the engine replicas, with a fake of Ray's handle."""
 
 from __future__ import annotations
 

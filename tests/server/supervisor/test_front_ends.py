@@ -184,6 +184,6 @@ def test_front_ends_ignore_sigint_and_sigterm(server: Any) -> None:
     assert server.front_end_pids() == [pid]
 
 
-def test_number_of_front_ends() -> None:
+def test_num_front_ends_is_the_setting_or_1_to_4() -> None:
     assert num_front_ends(ServerConfig(api_workers=3)) == 3
     assert 1 <= num_front_ends(ServerConfig()) <= 4

@@ -1,4 +1,4 @@
-"""Two model architectures, offered to engine. Importing this imports nothing heavy."""
+"""Registers two model architectures. Importing this imports nothing heavy."""
 
 from engine.core.hooks import Register, hookimpl, lazy
 

@@ -1,11 +1,11 @@
-"""One attention backend and one scheduling policy, offered to engine. Importing this imports nothing heavy."""
+"""Registers one attention backend and one scheduling policy. Importing this imports nothing heavy."""
 
 from engine.core.hooks import Register, hookimpl, lazy
 
 
 @hookimpl
 def register_attention(register: Register) -> None:
-    """Offer the backend. Without a preference it is used only when named."""
+    """Register the backend. Without a preference it is used only when named."""
     register(
         "sample-sdpa",
         lazy("engine_sample_plugin.attention:SampleAttention"),
@@ -16,7 +16,7 @@ def register_attention(register: Register) -> None:
 
 @hookimpl
 def register_schedulers(register: Register) -> None:
-    """Offer the policy."""
+    """Register the policy."""
     register(
         "shortest-first",
         lazy("engine_sample_plugin.policy:ShortestFirst"),

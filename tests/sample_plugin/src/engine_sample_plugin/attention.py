@@ -23,10 +23,10 @@ class Piece:
     """One sequence of a batch."""
 
     rows: slice
-    """Its tokens in the batch."""
+    """The sequence's rows in the tensors of the batch."""
     context: int
     slots: torch.Tensor
-    """[context] int64: where its keys and values are in the pool."""
+    """[context] int64: the slots of the sequence's keys and values in the pool."""
 
 
 class SampleAttention(AttentionBackend):
@@ -37,7 +37,7 @@ class SampleAttention(AttentionBackend):
 
     @classmethod
     def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
-        """No capped scores, and keys and values in the type of the queries."""
+        """Refuse capped scores, and keys and values of another type than the queries."""
         if spec.softcap is not None:
             return "sample-sdpa knows no capped scores (softcap); use --attention auto"
         if spec.kv_dtype != spec.dtype:
@@ -50,7 +50,7 @@ class SampleAttention(AttentionBackend):
         self.options = options
 
     def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> list[Piece]:
-        """Where each sequence's queries, keys and values are."""
+        """Find each sequence's queries, keys and values."""
         pieces = []
         start = 0
         for row, (new, context) in enumerate(zip(batch.query_lens_host, batch.context_lens_host, strict=True)):
@@ -64,7 +64,6 @@ class SampleAttention(AttentionBackend):
         return pieces
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: list[Piece]) -> torch.Tensor:
-        """See AttentionBackend."""
         out = torch.empty_like(q)
         window = self.spec.sliding_windows[layer]
         keys, values = self.pool.keys[layer].flatten(0, 1), self.pool.values[layer].flatten(0, 1)
