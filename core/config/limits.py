@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from engine.core.config.server import ServerConfig
+from engine.core.config.setting import changed_settings
 from engine.core.config.tree import AUTO, EngineConfig
 from engine.core.errors import ConfigError
 
@@ -69,6 +70,29 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
 }
 """Minimum and maximum of each setting that is a number."""
 
+NEEDED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "cache": {"metrics": ("metrics_sample",)},
+    "kv_events": {
+        "endpoint": (
+            "replay_endpoint",
+            "connect",
+            "topic",
+            "encoding",
+            "rank",
+            "buffer_steps",
+            "buffer_bytes",
+            "max_queue",
+            "high_water_mark",
+        ),
+        "replay_endpoint": ("buffer_steps", "buffer_bytes"),
+    },
+    "server": {
+        "profile_dir": ("profile_max_seconds",),
+        "allowed_origins": ("allowed_methods", "allowed_headers", "allow_credentials"),
+    },
+}
+"""Section -> setting -> settings that have no effect without it."""
+
 _UNITS: Mapping[str, int] = {
     "": 1,
     "b": 1,
@@ -105,10 +129,13 @@ def check_together(config: EngineConfig, complain: Callable[[str, str], None]) -
             complain("cache.memory", str(error))
         if config.cache.memory_fraction:
             complain("cache.memory_fraction", f"cache.memory ({config.cache.memory}) is given too; leave out one")
+    _check_needed(config, complain)
     _check_kv_events(config, complain)
     for section in ("model", "attention", "quant", "scheduler", "executor"):
         if not getattr(config, section).name:
             complain(f"{section}.name", f"the name is empty; use {AUTO!r} or leave it out")
+    if config.model.seed and config.model.load_format != "dummy":
+        complain("model.seed", "it is the seed of dummy weights; give model.load_format dummy too, or leave it out")
     device = config.executor.device
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         complain("executor.device", f"device {device!r} is unknown; use auto, cpu, cuda or cuda:N")
@@ -146,12 +173,23 @@ def check_together(config: EngineConfig, complain: Callable[[str, str], None]) -
         complain("plugins.deny", f"{name!r} is in allow and in deny; leave it in one")
 
 
+def _check_needed(config: EngineConfig, complain: Callable[[str, str], None]) -> None:
+    """Check that no setting is changed without the one that it needs; see NEEDED and check_together."""
+    for name, needed in NEEDED.items():
+        section = getattr(config, name)
+        changed = set(changed_settings(section))
+        for key, others in needed.items():
+            for other in others if not getattr(section, key) else ():
+                if other in changed:
+                    remedy = "give that too, or leave it out"
+                    complain(f"{name}.{other}", f"it has no effect without {name}.{key}; {remedy}")
+                    changed.remove(other)
+
+
 def _check_kv_events(config: EngineConfig, complain: Callable[[str, str], None]) -> None:
     """Check [kv_events]; see check_together."""
     events = config.kv_events
     if not events.endpoint:
-        if events.replay_endpoint or events.connect or events.topic:
-            complain("kv_events.endpoint", "without it, no events are published; give it too")
         return
     ports: dict[str, int] = {}
     for name in ("endpoint", "replay_endpoint"):

@@ -1,4 +1,4 @@
-"""Defines a setting with its help text, option and aliases."""
+"""Defines a setting with its help text, option and aliases, and finds settings that are not the default."""
 
 from __future__ import annotations
 
@@ -26,3 +26,10 @@ def setting(
     if isinstance(default, dict):
         return attrs.field(factory=dict, metadata=metadata)
     return attrs.field(default=default, metadata=metadata)
+
+
+def changed_settings(section: Any) -> list[str]:
+    """Names of the settings of a section whose values are not the defaults."""
+    defaults = type(section)()
+    names = [field.name for field in attrs.fields(type(section))]
+    return [name for name in names if getattr(section, name) != getattr(defaults, name)]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, frozen
 
 from engine.core.attention.pair import AttentionPair
+from engine.core.config.setting import changed_settings
 from engine.core.config.structure import structure_options
-from engine.core.config.tree import AUTO, EngineConfig
+from engine.core.config.tree import AUTO, EngineConfig, SpeculatorConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaultError, near_misses
 from engine.core.plugin_host.derived import shape_of
 from engine.core.plugin_host.drafter import DrafterChoices, DrafterParts, resolve_drafter
@@ -181,8 +182,6 @@ def resolve(
             found, given = chosen.pop("speculator"), options.pop("speculators")
             helpers = _drafter_choices(config, plugins, device)
             drafter = resolve_drafter(found, given, config, target, checkpoint, device, helpers)
-    else:
-        _refuse_speculator_settings(config)
     choose("attention", attention_question(config, device, checkpoint, chosen["model"], chosen["quant"], drafter))
     policies: dict[type, SchedulingPolicy[Any]] = {}
     questions = questions_of_machine(config, first or device)
@@ -192,7 +191,7 @@ def resolve(
     try:
         choose("grammar", questions["grammar"])
     except PluginError as error:
-        if config.grammar.name != AUTO or "grammar" in overrides:
+        if config.grammar.name != AUTO or "grammar" in overrides or config.grammar.options:
             raise
         no_grammar = str(error)  # an engine without one still serves
     policy = chosen["scheduler"]
@@ -216,11 +215,14 @@ def resolve(
 
 
 def check_names(config: EngineConfig, plugins: Plugins, overrides: Collection[str] = ()) -> None:
-    """Raise what `resolve` raises for an unknown name and for options that the scheduler refuses.
+    """Raise what `resolve` raises for an unknown name and for options that the scheduler refuses, and ConfigError for
+    settings of a speculator where none is chosen.
 
     Much earlier than `resolve`: this needs neither a device nor, unless a scheduling policy imports it, torch.
     overrides: sections whose plugin is passed in.
     """
+    if not config.speculator.name and "speculator" not in overrides:
+        _refuse_speculator_settings(config.speculator)
     for point in EXTENSION_POINTS:
         name, registry = getattr(config, point.section).name, plugins.registries[point.name]
         if point.section in overrides or (point.optional and not name):
@@ -233,13 +235,12 @@ def check_names(config: EngineConfig, plugins: Plugins, overrides: Collection[st
             _options(config, *_choose(config, plugins, point, None, lambda cls: cls.refuses()))
 
 
-def _refuse_speculator_settings(config: EngineConfig) -> None:
-    """Raise ConfigError for settings of a speculator where none is chosen."""
-    given = {"options": config.speculator.options, "model": config.speculator.model}
-    for name in (name for name, value in given.items() if value):
+def _refuse_speculator_settings(config: SpeculatorConfig) -> None:
+    """Raise ConfigError for settings other than the defaults, where no speculator is chosen."""
+    for name in changed_settings(config):
         raise ConfigError(
             f"speculator.{name} is set, but no speculator is chosen; name one as speculator.name (--speculator), or"
-            f" leave the {name} out"
+            f" leave speculator.{name} out"
         )
 
 

@@ -119,7 +119,7 @@ def test_cache_metrics_setting_measures_the_cache_of_an_engine(checkpoint: Path)
             },
             "use others",
         ),
-        ({"kv_events__replay_endpoint": "ipc:///a"}, "no events are published; give it too"),
+        ({"kv_events__replay_endpoint": "ipc:///a"}, "it has no effect without kv_events.endpoint; give that too"),
         ({"kv_events__endpoint": "ipc:///a", "cache__prefix_caching": False}, "prefix_caching is off"),
     ],
 )

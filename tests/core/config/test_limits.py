@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.config.limits import BOUNDS, parse_bytes
+from engine.core.config.limits import BOUNDS, NEEDED, parse_bytes
 from engine.core.config.setting_list import describe
 from engine.core.errors import ConfigError
 
@@ -27,3 +27,9 @@ def test_every_number_has_bounds_that_hold_its_default() -> None:
     for key, default in numbers.items():
         low, high = BOUNDS[key]
         assert low <= default <= high
+
+
+def test_needed_settings_and_those_that_need_them_exist() -> None:
+    known = {setting.key for setting in describe()}
+    for section, needed in NEEDED.items():
+        assert {f"{section}.{name}" for key, others in needed.items() for name in (key, *others)} <= known

@@ -226,6 +226,19 @@ def test_all_that_is_wrong_is_said_at_once_even_if_overridden(write: WriteFile) 
         ({"server.uds": "a", "server.port": "1"}, "--uds: the server listens on either a path or host and port"),
         ({"server.ssl_keyfile": "a"}, "server.ssl_certfile: a private key without its certificate"),
         ({"scheduler.name": ""}, "--scheduler: the name is empty"),
+        ({"model.seed": "1"}, "--weights-seed: it is the seed of dummy weights; give model.load_format dummy too"),
+        ({"cache.metrics_sample": "0.5"}, "--kv-metrics-sample: it has no effect without cache.metrics; give that"),
+        ({"kv_events.topic": "a"}, "--kv-events-topic: it has no effect without kv_events.endpoint; give that too"),
+        ({"kv_events.max_queue": "5"}, r"kv_events.max_queue.*: it has no effect without kv_events.endpoint"),
+        (
+            {"kv_events.endpoint": "tcp://127.0.0.1:5557", "kv_events.buffer_steps": "5"},
+            r"kv_events.buffer_steps.*: it has no effect without kv_events.replay_endpoint",
+        ),
+        (
+            {"server.profile_max_seconds": "5"},
+            r"server.profile_max_seconds.*: it has no effect without server.profile_dir",
+        ),
+        ({"server.allow_credentials": "on"}, "--allow-credentials: it has no effect without server.allowed_origins"),
         ({"plugins.allow": "a", "plugins.deny": "a"}, "'a' is in allow and in deny"),
         ({"cache.prefix_caching": "maybe"}, '--prefix-caching: expected true or false, found "maybe"'),
         ({"scheduler.max_running": "1.5"}, '--max-running: expected a whole number, found "1.5"'),
@@ -234,6 +247,17 @@ def test_all_that_is_wrong_is_said_at_once_even_if_overridden(write: WriteFile) 
 def test_impossible_values_are_refused_naming_the_flag(overrides: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, overrides)
+
+
+def test_settings_are_accepted_with_the_one_that_they_need() -> None:
+    overrides = {"cache.metrics": "on", "cache.metrics_sample": "0.5", "model.seed": "1", "model.load_format": "dummy"}
+    assert load_config(None, overrides).config.cache.metrics_sample == 0.5
+
+
+def test_a_setting_without_two_that_it_needs_is_refused_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {"kv_events.buffer_steps": "5"})
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_tree_made_in_python_is_validated() -> None:

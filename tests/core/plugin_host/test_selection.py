@@ -29,7 +29,7 @@ from engine.core.plugin_host.cache_groups import cache_layout
 from engine.core.plugin_host.derived import attention_spec, max_len, resolve_dtype, resolve_kv_dtype, use_graphs
 from engine.core.plugin_host.load import load_plugins
 from engine.core.plugin_host.registry import Plugins
-from engine.core.plugin_host.selection import Parts, find_quant, resolve
+from engine.core.plugin_host.selection import Parts, check_names, find_quant, resolve
 from engine.core.quant.base import QuantMethod
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.speculators.base import Speculator, SpeculatorSpec
@@ -138,8 +138,26 @@ def speculating(name: str, **settings: Any) -> EngineConfig:
 def test_an_engine_has_no_speculator_unless_one_is_named() -> None:
     plugins = registry(("speculators", "bold", concrete(Speculator), 1))
     assert resolve(EngineConfig(), plugins, CPU, {}).speculator is None
-    with pytest.raises(ConfigError, match="no speculator is chosen; name one as"):
-        resolve(speculating("", options={"splits": 2}), plugins, CPU, {})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"options": {"splits": 2}}, {"model": "a"}, {"quant": "int8"}, {"max_drafts": 3}, {"length": "fixed"}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_of_a_speculator_are_refused_where_none_is_chosen(settings: dict[str, Any]) -> None:
+    [name] = settings
+    plugins = registry(("speculators", "bold", concrete(Speculator), 1))
+    with pytest.raises(ConfigError, match=rf"speculator\.{name} is set, but no speculator is chosen; name one as"):
+        check_names(speculating("", **settings), plugins)
+    check_names(speculating("bold", **settings), plugins)
+    check_names(speculating("", **settings), plugins, {"speculator"})
+
+
+def test_options_of_a_grammar_plugin_are_refused_where_auto_finds_none() -> None:
+    config = evolve(EngineConfig(), grammar=GrammarConfig(options={"splits": 2}))
+    with pytest.raises(PluginError, match="no grammar plugin serves this: auto has no candidate"):
+        resolve(config, registry(), CPU, {})
 
 
 @pytest.mark.parametrize("name", ["bold", "auto"])
