@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from engine.core.atomic_write import new_file
 from engine.core.errors import ConfigError
 from engine.core.weights import INDEX, PICKLES, SINGLE, TensorFile
 from engine.quantize.report import REPORT, LayerReport
@@ -161,24 +162,15 @@ def _plan(tensors: Iterator[tuple[str, int, Read]], most: int) -> list[tuple[lis
 
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file atomically, with the permissions of any new file."""
-    new = path.with_name(path.name + ".part")
-    new.unlink(missing_ok=True)
-    new.touch()
-    mode = new.stat().st_mode
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new, metadata)
-    new.chmod(mode)  # the library makes files that only their owner can read
-    _keep(new, path)
+    with new_file(path, _part(path)) as part:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, metadata)
 
 
 def _write_text(path: Path, text: str) -> None:
-    new = path.with_name(path.name + ".part")
-    new.write_text(text, encoding="utf-8")
-    _keep(new, path)
+    with new_file(path, _part(path)) as part:
+        part.write_text(text, encoding="utf-8")
 
 
-def _keep(new: Path, path: Path) -> None:
-    """Rename a file after its bytes are on the disk."""
-    with open(new, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(new, path)
+def _part(path: Path) -> Path:
+    """Where a file is written before it is whole; the next run overwrites what a killed one has left there."""
+    return path.with_name(path.name + ".part")

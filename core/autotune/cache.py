@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import triton
 from attrs import asdict
 
+from engine.core.atomic_write import write_text
 from engine.core.autotune.results import TuningResult, TuningResults, device_name
 from engine.core.autotune.shipped import load_shipped
 
@@ -57,10 +57,7 @@ class TuningCache:
         content: Any = {"machine": self._machine, "results": [asdict(result) for result in results.values()]}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".tmp")
-            with open(handle, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1)
-            os.replace(temporary, self.path)
+            write_text(self.path, json.dumps(content, indent=1))
         except OSError as error:
             log.warning("tuning results cannot be stored in %s, so the next start measures again: %s", self.path, error)
 

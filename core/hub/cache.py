@@ -10,14 +10,13 @@ The layout is huggingface_hub's public one, so that the files of all programs ar
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from attrs import frozen
 
+from engine.core.atomic_write import write_text
 from engine.core.hub.files import Wanted, weight_files
 from engine.core.weights.checkpoint import CONFIG, INDEX, SINGLE, read_json
 
@@ -82,9 +81,7 @@ class Cache:
             return
         file = self.folder / "refs" / revision
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as written:
-            written.write(commit)
-        os.replace(written.name, file)
+        write_text(file, commit)
 
     def lacks(self, commit: str, wanted: Wanted) -> list[str]:
         """The needed files that a commit's directory lacks; for weights in parts, the files that the index names."""

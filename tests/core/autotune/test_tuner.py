@@ -152,6 +152,13 @@ def test_tune_tasks_chooses_the_fastest_tile_where_torch_cannot_run(tmp_path: Pa
     assert dict(cache.load()) == {(result.op, result.rows): result for result in report.results}
 
 
+def test_stored_results_have_the_permissions_of_any_new_file(tmp_path: Path) -> None:
+    cache, plain = TuningCache(tmp_path / "cache", MACHINE), tmp_path / "plain"
+    cache.store({})
+    plain.touch()
+    assert [oct(file.stat().st_mode) for file in (tmp_path / "cache").iterdir()] == [oct(plain.stat().st_mode)]
+
+
 def test_tune_tasks_raises_where_no_candidate_runs(tmp_path: Path) -> None:
     class Broken(FakeTimer):
         def seconds(self, task: Any, candidate: Any) -> None:

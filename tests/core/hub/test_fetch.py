@@ -46,6 +46,15 @@ def directory_of(name: str = NAME) -> Path:
     return directory
 
 
+def test_a_remembered_commit_can_be_read_by_all_who_may_read_a_new_file(tmp_path: Path) -> None:
+    cache, plain = Cache(tmp_path, NAME), tmp_path / "plain"
+    cache.remember("main", "0" * 40)
+    plain.touch()
+    [ref] = (cache.folder / "refs").iterdir()
+    assert oct(ref.stat().st_mode) == oct(plain.stat().st_mode)
+    assert cache.commit("main") == "0" * 40
+
+
 def test_the_first_report_comes_before_any_thread_downloads(hub: Hub) -> None:
     hub.add(NAME, FILES)
     running: list[set[str]] = []
