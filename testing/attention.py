@@ -146,10 +146,6 @@ class AttentionConformance:
         """As test_forward_into, with results of the size of a latent."""
         self._check_forward_into(self.latent_spec(), name)
 
-    def test_latent_float8_cache(self) -> None:
-        """Quantized latents."""
-        self.check(self.latent_spec(kv_dtype=FLOAT8), BATCHES["mixed"])
-
     def test_latent_one_plan_for_changing_buffers(self) -> None:
         """As test_one_plan_for_changing_buffers, over a latent cache."""
         self._check_changing_buffers(self.latent_spec())

@@ -120,7 +120,7 @@ class AttentionBackend(ABC, Generic[OptionsT, PlanT]):
     """Whether the backend reads a float8 cache, with pool.scales; if not, it is never given one."""
     reads_latent: ClassVar[bool] = False
     """Whether the backend reads a cache whose values have another size than keys or are a part of them
-    (AttentionSpec.value_head_dim, latent); if not, it is never given one."""
+    (AttentionSpec.value_head_dim, latent); if not, it is never given one. A latent cache is never in float8."""
     reads_sinks: ClassVar[bool] = False
     """Whether the backend computes attention sinks (`set_sinks`); if not, it is never given a model that has them."""
     options_class: ClassVar[type | None] = None

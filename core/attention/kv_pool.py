@@ -28,7 +28,10 @@ class KVPool:
     ) -> None:
         """Allocate the tensors. scales: per layer of a float8 cache; empty: all scales are 1. shared: the pool of
         another cache group, with at least as many layers and blocks of the same size, whose memory this one uses too.
+        Raises ValueError for a latent float8 cache: values are parts of keys, so they cannot have a scale of their own.
         """
+        if spec.latent and spec.kv_dtype == FLOAT8:
+            raise ValueError(f"a latent cache cannot be in {FLOAT8}")
         self.num_blocks = num_blocks
         self.block_size = spec.block_size
         self.is_float8 = spec.kv_dtype == FLOAT8

@@ -153,7 +153,9 @@ def questions_of_machine(config: EngineConfig, device: DeviceInfo) -> dict[str, 
 
 
 def _core_refusal(cls: type[AttentionBackend[Any, Any]] | AttentionPair, spec: AttentionSpec) -> str | None:
-    """What core refuses for a backend, by what the class declares."""
+    """What core refuses for a backend: what core does not serve, and what the class does not declare."""
+    if spec.latent and spec.kv_dtype == FLOAT8:
+        return f"core writes no latent KV cache in {FLOAT8}; use --kv-dtype {spec.dtype}"
     if spec.kv_dtype == FLOAT8 and not cls.reads_float8:
         return f"it reads no KV cache in {FLOAT8}; use --kv-dtype {spec.dtype} or another backend"
     if any(spec.sinks) and not cls.reads_sinks:

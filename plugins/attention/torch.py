@@ -71,8 +71,6 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
                 f"keys and values must have the type of the activations ({spec.dtype}) or {FLOAT8}, "
                 f"not {spec.kv_dtype}; use --kv-dtype auto or {FLOAT8}"
             )
-        if spec.latent and spec.kv_dtype == FLOAT8:
-            return f"it reads no latent KV cache in {FLOAT8}; use --kv-dtype auto"
         return None
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:

@@ -9,7 +9,6 @@ import torch
 from attrs import frozen
 
 from engine.core.attention import AttentionSpec, ForwardBatch, KVPool
-from engine.core.quant import FLOAT8
 from engine.core.transfer import to_device
 from engine.plugins.attention.triton_prefill import shared_memory
 
@@ -21,8 +20,6 @@ MAX_ROTATED = 128
 def latent_refusal(spec: AttentionSpec) -> str | None:
     """Return why the kernels cannot serve a latent cache; None if they can."""
     rotated = spec.head_dim - spec.output_dim
-    if spec.kv_dtype == FLOAT8:
-        return f"it reads no latent KV cache in {FLOAT8}; use --kv-dtype auto"
     if spec.num_kv_heads != 1:
         return f"it reads a latent cache of one KV head, not {spec.num_kv_heads}; use another backend"
     if any(spec.sliding_windows) or spec.softcap is not None or any(spec.sinks):

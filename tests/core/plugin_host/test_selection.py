@@ -601,6 +601,16 @@ def test_auto_takes_a_model_with_latent_keys_only_where_a_backend_reads_them() -
         resolve(by_name, with_reader, GPU, {})
 
 
+def test_a_latent_cache_in_float8_is_refused_for_a_backend_that_reads_both() -> None:
+    cache = KVShape(num_heads=4, num_kv_heads=1, head_dim=12, value_head_dim=8, latent=True)
+    latent = concrete(Model, spec=classmethod(lambda cls, config: evolve(SHAPE, layer_caches=(cache, cache))))
+    reader = concrete(AttentionBackend, reads_latent=True, reads_float8=True)
+    plugins = registry(("models", "latent", latent, 1), ("attention", "reader", reader, 1))
+    config = evolve(EngineConfig(), model=ModelConfig(name="latent"), cache=CacheConfig(dtype="fp8"))
+    with pytest.raises(PluginError, match="core writes no latent KV cache in float8_e4m3fn; use --kv-dtype float32"):
+        resolve(config, plugins, CPU, {})
+
+
 def test_find_quant_passes_over_methods_that_refuse() -> None:
     picky = concrete(QuantMethod, refuses=refusing("no"))
     other = concrete(QuantMethod)

@@ -419,6 +419,11 @@ def test_kv_pool_raises_for_scales_it_cannot_use(kv_dtype: str, count: int) -> N
         KVPool(make_spec(kv_dtype), 1, "cpu", (KVScales(key=2.0),) * count)
 
 
+def test_kv_pool_raises_for_latents_in_float8() -> None:
+    with pytest.raises(ValueError, match="a latent cache cannot be in float8_e4m3fn"):
+        KVPool(attrs.evolve(make_spec("float8_e4m3fn"), latent=True, value_head_dim=4), 1, "cpu")
+
+
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 def test_bytes_per_block_equals_the_size_of_the_tensors(kv_dtype: str) -> None:
     spec = make_spec(kv_dtype)

@@ -154,7 +154,7 @@ def test_auto_takes_the_fallback_where_the_native_model_cannot_serve(
     ("settings", "said"),
     [
         ({"attention__name": "native"}, "it reads no values of 32 numbers with keys of 40"),
-        ({"cache__dtype": "float8_e4m3fn"}, "it reads no latent KV cache in float8_e4m3fn; use --kv-dtype auto"),
+        ({"cache__dtype": "float8_e4m3fn"}, "core writes no latent KV cache in float8_e4m3fn; use --kv-dtype float32"),
     ],
     ids=["backend without latent keys", "float8 cache"],
 )
