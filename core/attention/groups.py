@@ -85,7 +85,8 @@ class CacheLayout:
                 pool = pools[id(group)] = KVPool(group.spec, num_blocks, device, own, shared)
                 if group is largest and any(kind.window is not None for kind in self.kinds):
                     for tensor in (*pool.keys, *pool.values):
-                        tensor.zero_()  # so that memory behind the windows holds no NaN (AttentionBackend)
+                        if tensor.device.type != "cpu":  # there they are zero, and take no memory until written
+                            tensor.zero_()  # so that memory behind the windows holds no NaN (AttentionBackend)
         return tuple(pools[id(group)] for group in self.groups)
 
     def _by_memory(self) -> list[list[CacheGroup]]:

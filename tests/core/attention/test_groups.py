@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +97,17 @@ def test_layers_of_other_shapes_are_groups_that_share_memory_where_their_blocks_
     assert pools[2].keys[0].shape == (4, 16, 1, 16)
     assert pools[3].values[0].shape == (4, 16, 1, 16)
     assert pools[3].values[0].data_ptr() == pools[3].keys[0].data_ptr() != pools[0].keys[0].data_ptr()
+
+
+def test_pools_of_windows_take_no_memory_on_a_cpu_until_they_are_written() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    found, num_blocks = layout(spec((8, None))), 2**17
+    before = resident()
+    pools = found.make_pools(num_blocks, "cpu")
+    assert resident() - before < found.bytes_per_block * num_blocks / 2
+    assert not pools[0].keys[0][:100].any()
 
 
 def test_ranks_share_heads_and_states_but_not_latent_keys() -> None:
