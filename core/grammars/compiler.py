@@ -98,7 +98,10 @@ class Grammars:
         return entry.future.done() or self._seconds_left(entry) <= 0
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Wait for a compiled grammar. Raises InvalidRequestError for a refusal, PluginError for a broken backend."""
+        """Wait for a compiled grammar.
+
+        Raises InvalidRequestError for a refusal, PluginError for a broken backend, ExecutorError after `close`.
+        """
         entry = self._entry(grammar)
         while not entry.future.done():
             seconds = self._seconds_left(entry)
@@ -112,7 +115,7 @@ class Grammars:
         return entry.future.result()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads. Grammars that have not begun to be compiled fail."""
         self._threads.close()
 
     def _entry(self, grammar: Grammar) -> _Entry:

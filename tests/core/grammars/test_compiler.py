@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.core.config.tree import EngineConfig, GrammarConfig, ModelConfig
-from engine.core.errors import InvalidRequestError, PluginError
+from engine.core.errors import ExecutorError, InvalidRequestError, PluginError
 from engine.core.grammars import compiler
 from engine.core.grammars.base import CompiledGrammar, GrammarBackend, GrammarMatcher, GrammarVocabulary
 from engine.core.grammars.compiler import Grammars
@@ -188,6 +188,15 @@ def test_what_cannot_be_enforced_is_refused(
 ) -> None:
     with pytest.raises(InvalidRequestError, match=reason):
         make(**settings).compile(grammar)
+
+
+def test_compile_raises_instead_of_waiting_when_the_engine_is_closed(make: Make) -> None:
+    grammars = make()
+    grammars.compile(Grammar.regex("a"))
+    grammars.close()
+    with pytest.raises(ExecutorError, match="the engine is closed"):
+        grammars.compile(Grammar.regex("b"))
+    assert made[0].compiled == ["a"]
 
 
 def test_a_deep_recursion_of_the_library_fits_into_the_threads_stack(make: Make) -> None:
