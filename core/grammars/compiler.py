@@ -32,7 +32,7 @@ THREADS = 2
 CACHED = 128
 """Grammars, compiled or refused, that are kept for later requests."""
 QUEUE_SECONDS = 60.0
-"""Time that a grammar waits for a thread at most."""
+"""Time that a grammar waits for a thread and for the backend at most."""
 
 
 @define(eq=False)
@@ -43,7 +43,7 @@ class _Entry:
     queued: float
     """When it was queued, time.monotonic()."""
     begun: float | None = None
-    """When a thread began to compile it, time.monotonic()."""
+    """When a thread began to compile it with a backend that was made before, time.monotonic()."""
 
 
 class Grammars:
@@ -136,8 +136,9 @@ class Grammars:
 
     def _queue(self, grammar: Grammar) -> _Entry:
         def compile_it() -> CompiledGrammar:
+            backend = self._made()
             entry.begun = time.monotonic()
-            return self._compile(grammar)
+            return self._compile(backend, grammar)
 
         entry = _Entry(Future(), time.monotonic())
         try:
@@ -161,8 +162,7 @@ class Grammars:
             )
         check_limits(grammar, max_chars=self._settings.max_chars, max_depth=self._settings.max_depth)
 
-    def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        backend = self._made()
+    def _compile(self, backend: GrammarBackend[Any], grammar: Grammar) -> CompiledGrammar:
         try:
             return compile_with_tools(grammar, backend.compile)
         except EngineError:
@@ -185,7 +185,7 @@ class Grammars:
 
     def _seconds_left(self, entry: _Entry) -> float:
         """Time until a grammar counts as too slow."""
-        if entry.begun is None or self._backend is None:
+        if entry.begun is None:
             return entry.queued + QUEUE_SECONDS - time.monotonic()
         return entry.begun + self._settings.compile_timeout - time.monotonic()
 

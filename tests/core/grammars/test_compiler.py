@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,6 +162,33 @@ def test_a_slow_grammar_is_refused_and_known_when_it_is_done(make: Make) -> None
     made[0].let_go.set()
     assert grammars.begin(slow).result()
     assert grammars.compile(slow)
+
+
+def test_making_the_backend_is_no_part_of_compile_timeout(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, compiling = 0.0, threading.Event()
+    monkeypatch.setattr(compiler, "time", SimpleNamespace(monotonic=lambda: now))
+
+    class Slow(Backend):
+        def __init__(self, vocabulary: GrammarVocabulary, options: None) -> None:
+            nonlocal now
+            now += 1.2
+            super().__init__(vocabulary, options)
+
+        def compile(self, grammar: Grammar) -> CompiledGrammar:
+            nonlocal now
+            now += 0.9
+            compiling.set()
+            return super().compile(grammar)
+
+    grammars = make(backend=Slow, compile_timeout=1.0)
+    held = Grammar.regex("hold")
+    future = grammars.begin(held)
+    compiling.wait()
+    assert not grammars.ready(held)
+    now += 0.2
+    assert grammars.ready(held)
+    made[0].let_go.set()
+    future.result()
 
 
 def test_a_grammar_that_no_thread_takes_up_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
