@@ -32,11 +32,13 @@ class FormatResolver:
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self._eos_tokens = vocabulary.eos_tokens
-        self._special = {
-            vocabulary.tokens[token].decode("utf-8", "replace"): token
+        self._name_of = {
+            token: vocabulary.tokens[token].decode("utf-8", "replace")
             for token in sorted(vocabulary.special_tokens, reverse=True)
             if vocabulary.tokens[token]
         }
+        self._special = {name: token for token, name in self._name_of.items()}
+        """Name -> token: of several with one name, the first."""
         self._ids = vocabulary.special_tokens
         names = sorted(self._special, key=len, reverse=True)
         self._names = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "((?!))")
@@ -96,9 +98,11 @@ class FormatResolver:
         return tuple(self._name(one) if isinstance(one, int) else one for one in strings)
 
     def _name(self, token: int) -> str:
-        """The name of a special token. Raises InvalidRequestError for another token."""
+        """The name of a special token. Raises InvalidRequestError for another token, and for one without a name."""
         self._token(token)
-        return next(name for name, one in self._special.items() if one == token)
+        if token not in self._name_of:
+            raise refusal(f"the special token {token} has no text, so it can be neither a trigger nor excluded")
+        return self._name_of[token]
 
     def _tag(self, given: Mapping[str, Any]) -> Sequence:
         return Sequence((self._mark(given["begin"]), self._made(given["content"]), self._mark(given["end"])))
@@ -151,7 +155,8 @@ class FormatResolver:
         if isinstance(made, Token) and made.token in self._eos_tokens:
             if not last:
                 raise refusal(
-                    f"the token {self._name(made.token)} ends an output of this model, so nothing may follow it"
+                    f"the token {self._name_of.get(made.token, made.token)} ends an output of this model, so nothing"
+                    " may follow it"
                 )
             return Sequence()
         if isinstance(made, Sequence):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import attrs
 import pytest
 
 from engine.core.errors import InvalidRequestError
-from engine.core.grammars import FormatResolver, Grammar, format_of
+from engine.core.grammars import FormatResolver, Grammar, GrammarVocabulary, format_of
 from engine.core.grammars.formats import Dispatch, Either, FreeText, Sequence, Text, Token
 from engine.core.grammars.limits import check_limits
-from engine.testing.grammar_cases import SPECIAL, vocabulary
+from engine.testing.grammar_cases import SPECIAL, TOKENS, vocabulary
 from engine.testing.structural_tag_cases import AUTO, FREE, JSON, call, sequence, tag, tags
 
 
@@ -115,6 +116,41 @@ def test_tags_are_grouped_by_their_triggers() -> None:
 def test_what_cannot_be_enforced_is_refused(made: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidRequestError, match=reason):
         resolve(made)
+
+
+def of_token(token: int) -> dict[str, Any]:
+    return tags("token_triggered_tags", [tag({"type": "token", "token": token}, JSON, ".")], trigger_tokens=[token])
+
+
+def with_special(*names: bytes) -> GrammarVocabulary:
+    """A vocabulary whose last tokens are special, with these texts."""
+    usual = vocabulary()
+    begin = len(usual.tokens)
+    more = frozenset(range(begin, begin + len(names)))
+    return attrs.evolve(usual, tokens=(*usual.tokens, *names), special_tokens=usual.special_tokens | more)
+
+
+def test_a_trigger_may_be_a_token_whose_text_another_shares() -> None:
+    shared = with_special(b"<|same|>", b"<|same|>")
+    for token in range(len(TOKENS), len(TOKENS) + 2):
+        made = FormatResolver(shared).resolve(Grammar.structural_tag(of_token(token)).source)
+        ((start, _),) = made.rules
+        assert start == Token(token)
+        assert made.excludes == ("<|same|>",)
+
+
+def test_a_trigger_without_text_is_refused() -> None:
+    nameless = with_special(b"")
+    with pytest.raises(InvalidRequestError, match=f"the special token {len(TOKENS)} has no text"):
+        FormatResolver(nameless).resolve(Grammar.structural_tag(of_token(len(TOKENS))).source)
+
+
+def test_an_end_without_text_that_something_follows_is_refused() -> None:
+    last = len(TOKENS)
+    ends = attrs.evolve(with_special(b""), eos_tokens=frozenset({last}))
+    made = sequence({"type": "token", "token": last}, "a")
+    with pytest.raises(InvalidRequestError, match=f"the token {last} ends an output of this model"):
+        FormatResolver(ends).resolve(Grammar.structural_tag(made).source)
 
 
 def test_limits_hold_for_each_part() -> None:
