@@ -48,7 +48,11 @@ class LayerReport:
     @property
     def worst(self) -> LinearReport | None:
         """The linear layer with the largest error of its outputs, or of its weights if those are not measured."""
-        return max(self.linears, key=lambda one: one.output_error or one.weight_error, default=None)
+
+        def error(one: LinearReport) -> float:
+            return one.weight_error if one.output_error is None else one.output_error
+
+        return max(self.linears, key=error, default=None)
 
     def to_json(self) -> str:
         """Plain data that `from_json` reads."""
