@@ -37,14 +37,13 @@ def find_peaks(config: RooflineConfig, device: DeviceInfo, dtype: str) -> Peaks 
     """
     given = (config.bandwidth, config.flops, config.flops8)
     bandwidth, flops, flops8 = KNOWN.get(device.name, (0.0, 0.0, 0.0))
-    if dtype not in SIXTEEN_BITS:
-        flops = 0.0
+    known = (bandwidth, flops if dtype in SIXTEEN_BITS else 0.0, flops8)
     sources = []
-    if flops and not all(given):
+    if any(sheet and not one for one, sheet in zip(given, known, strict=True)):
         sources.append(f"data sheet of {device.name}")
     if any(given):
         sources.append("as given")
-    bandwidth, flops, flops8 = config.bandwidth or bandwidth, config.flops or flops, config.flops8 or flops8
+    bandwidth, flops, flops8 = (one or sheet for one, sheet in zip(given, known, strict=True))
     if bandwidth and flops:
         return Peaks(
             bandwidth=bandwidth * TERA,

@@ -220,6 +220,10 @@ def test_peaks_are_given_or_those_of_a_known_device_or_unknown() -> None:
     assert given is not None
     assert given.bandwidth == pytest.approx(4.28e12)
     assert given.source == "data sheet of NVIDIA H200, as given"
+    rest = find_peaks(RooflineConfig(flops=60), h200, "float32")
+    assert rest == Peaks(bandwidth=4.8e12, flops=60e12, flops8=1979e12, source="data sheet of NVIDIA H200, as given")
+    every = find_peaks(RooflineConfig(bandwidth=4, flops=60, flops8=120), h200, "float32")
+    assert every == Peaks(bandwidth=4e12, flops=60e12, flops8=120e12, source="as given")
     assert find_peaks(RooflineConfig(bandwidth=0.1, flops=2), cpu, "float32") == Peaks(
         bandwidth=1e11, flops=2e12, source="as given"
     )
