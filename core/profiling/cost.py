@@ -21,7 +21,6 @@ Conventions:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from attrs import evolve, fields, frozen
@@ -189,10 +188,6 @@ class ModelCost:
         for module in self.modules:
             total += module.work(shape)
         return total
-
-    def by_module(self, shape: StepShape) -> Iterator[tuple[ModuleCost, Work]]:
-        """FLOPs and bytes of each module in a step."""
-        return ((module, module.work(shape)) for module in self.modules)
 
     def condensed(self) -> ModelCost:
         """The same costs, as few modules: those of a kind are summed as far as their costs have the same form."""

@@ -217,10 +217,6 @@ class Tokenizer:
         rendered: str = text
         return rendered
 
-    def token_text(self, token: int) -> str:
-        """The text that a token adds; bytes that are no complete character become U+FFFD."""
-        return self.token_bytes(token).decode("utf-8", "replace")
-
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 bytes that a token adds to a text; possibly a part of a character."""
         own = self.own_bytes(token)
