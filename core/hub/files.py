@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from attrs import frozen
 
 from engine.core.errors import DownloadError
-from engine.core.weights.checkpoint import CONFIG, INDEX, PICKLES, QUANTIZATION_FILES, SINGLE
+from engine.core.weights.checkpoint import CONFIG, INDEX, PICKLES, QUANTIZATION_FILES, SINGLE, listed
 
 CONFIGS = (CONFIG, "generation_config.json", *QUANTIZATION_FILES)
 """The files that describe a model and the quantization of its weights."""
@@ -87,13 +87,6 @@ def _instead(names: Collection[str]) -> str:
             " safetensors, or convert it (load with transformers, then save_pretrained)"
         )
     return f"it has {listed(sorted(names))}; give a repository of a model in the Hugging Face layout"
-
-
-def listed(names: Iterable[str], limit: int = 3) -> str:
-    """The first names, and how many more there are."""
-    names = list(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more if names else "nothing"
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -12,10 +12,10 @@ from engine.core.errors import DownloadError
 from engine.core.extras import DISTRIBUTION
 from engine.core.hub.cache import Cache, is_commit, is_sha256
 from engine.core.hub.download import Download, RemoteFile
-from engine.core.hub.files import EVERYTHING, Wanted, check_readable, listed, small_files, weight_files
+from engine.core.hub.files import EVERYTHING, Wanted, check_readable, small_files, weight_files
 from engine.core.hub.problems import explain, hub_errors, is_answer, is_offline
 from engine.core.startup import Listener
-from engine.core.weights.checkpoint import INDEX, read_json
+from engine.core.weights.checkpoint import INDEX, listed, read_json
 
 MAIN = "main"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,8 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+LISTED = 5
+"""Maximum number of files or tensors that an error names."""
 
 T = TypeVar("T", int, float, bool)
 
@@ -116,6 +118,13 @@ def read_json(file: Path) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} holds a {type(content).__name__}, not a JSON object")
     return content
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first LISTED names, and how many more there are; "nothing" if there is none."""
+    names = list(names)
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more if names else "nothing"
 
 
 def read_key(

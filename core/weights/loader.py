@@ -18,7 +18,7 @@ from engine.core.errors import CheckpointError
 from engine.core.layers.layer_factory import LayerFactory
 from engine.core.plugin_host.faults import blame
 from engine.core.quant.base import TensorSpec
-from engine.core.weights.checkpoint import INDEX, PICKLES, SINGLE, Checkpoint, read_json
+from engine.core.weights.checkpoint import INDEX, PICKLES, SINGLE, Checkpoint, listed, read_json
 from engine.core.weights.host_memory import host_tensor
 from engine.core.weights.readers import PendingReads, ReaderPool, ReadTask, auto_threads
 from engine.core.weights.tensor_file import TensorFile
@@ -177,8 +177,8 @@ class SafetensorsSource(WeightSource):
         )
         if missing:
             raise CheckpointError(
-                f"{self._directory} lacks {len(missing)} tensor(s) that the model needs: {_listed(missing)};"
-                f" it has {len(self._file_of)} in {_listed(sorted(self._files))}"
+                f"{self._directory} lacks {len(missing)} tensor(s) that the model needs: {listed(missing)};"
+                f" it has {len(self._file_of)} in {listed(sorted(self._files))}"
             )
         wanted = set(stored.values())
         left_over = [
@@ -188,7 +188,7 @@ class SafetensorsSource(WeightSource):
         ]
         if left_over:
             raise CheckpointError(
-                f"{self._directory} has {len(left_over)} tensor(s) that the model does not know: {_listed(left_over)};"
+                f"{self._directory} has {len(left_over)} tensor(s) that the model does not know: {listed(left_over)};"
                 " config.json or the architecture may not be those of these weights"
             )
         return {name: self._check(stored[name], spec) for name, spec in specs.items() if stored[name] in self._file_of}
@@ -236,7 +236,7 @@ class SafetensorsSource(WeightSource):
             others = sorted(set(file_of.values()) - {SINGLE})
             if others and (self._directory / SINGLE).is_file():
                 raise CheckpointError(
-                    f"{self._directory} has {SINGLE}, and {INDEX} of other files ({_listed(others)}), which may be"
+                    f"{self._directory} has {SINGLE}, and {INDEX} of other files ({listed(others)}), which may be"
                     " different weights; remove the one or the others"
                 )
             return file_of
@@ -246,11 +246,11 @@ class SafetensorsSource(WeightSource):
         pickled = [name for name in names if name.endswith(PICKLES)]
         if pickled:
             raise CheckpointError(
-                f"{self._directory} has weights only as pickles ({_listed(pickled)}), which can run code when read and"
+                f"{self._directory} has weights only as pickles ({listed(pickled)}), which can run code when read and"
                 " are not loaded; convert them to safetensors (load with transformers, then save_pretrained)"
             )
         raise CheckpointError(
-            f"{self._directory} has neither {SINGLE} nor {INDEX}; it has {_listed(names)}"
+            f"{self._directory} has neither {SINGLE} nor {INDEX}; it has {listed(names)}"
             " (for random weights use --load-format dummy)"
         )
 
@@ -261,11 +261,11 @@ class SafetensorsSource(WeightSource):
         files = sorted(set(file_of.values()))
         outside = [name for name in files if Path(name).name != name]
         if outside:
-            raise CheckpointError(f"{self._directory / INDEX} names files elsewhere: {_listed(outside)}")
+            raise CheckpointError(f"{self._directory / INDEX} names files elsewhere: {listed(outside)}")
         absent = [name for name in files if not (self._directory / name).is_file()]
         if absent:
             raise CheckpointError(
-                f"{self._directory} lacks {len(absent)} of the {len(files)} files in {INDEX}: {_listed(absent)}"
+                f"{self._directory} lacks {len(absent)} of the {len(files)} files in {INDEX}: {listed(absent)}"
             )
         return file_of
 
@@ -295,7 +295,7 @@ class DummySource(WeightSource):
         unknown = [name for name, spec in specs.items() if not spec.optional and -1 in spec.shape]
         if unknown:
             raise CheckpointError(
-                f"no random weights for tensors whose size only a checkpoint knows: {_listed(unknown)}"
+                f"no random weights for tensors whose size only a checkpoint knows: {listed(unknown)}"
             )
         return {name: _nbytes(spec.shape, spec.dtypes[0]) for name, spec in specs.items() if not spec.optional}
 
@@ -385,8 +385,3 @@ def _nbytes(shape: Sequence[int], dtype: str) -> int:
 
 def _seed_of(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
-
-
-def _listed(names: Sequence[str], limit: int = 5) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more if names else "nothing"

@@ -51,8 +51,8 @@ def test_weight_files_are_those_of_the_index_when_there_is_one() -> None:
         (["config.json", "pytorch_model.bin"], "no weights as safetensors: it has pickles (pytorch_model.bin)"),
         (["config.json", "consolidated.safetensors"], "Mistral's own format"),
         (
-            ["a.gguf", "b.gguf", "c.gguf", "d.gguf"],
-            "no config.json: it has GGUF files (a.gguf, b.gguf, c.gguf and 1 more)",
+            [f"{letter}.gguf" for letter in "abcdef"],
+            "no config.json: it has GGUF files (a.gguf, b.gguf, c.gguf, d.gguf, e.gguf and 1 more)",
         ),
         (["adapter_config.json", "adapter_model.safetensors"], "it is an adapter"),
         (["README.md"], "it has README.md"),
