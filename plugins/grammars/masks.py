@@ -14,8 +14,17 @@ if TYPE_CHECKING:
 
 def eos_mask(vocabulary: GrammarVocabulary) -> npt.NDArray[np.int32]:
     """The mask that allows the end-of-sequence tokens alone: [ceil(vocabulary / 32)] int32."""
+    return _mask(vocabulary, list(vocabulary.eos_tokens))
+
+
+def full_mask(vocabulary: GrammarVocabulary) -> npt.NDArray[np.int32]:
+    """The mask that allows every token: [ceil(vocabulary / 32)] int32."""
+    return _mask(vocabulary, slice(len(vocabulary.tokens)))
+
+
+def _mask(vocabulary: GrammarVocabulary, tokens: list[int] | slice) -> npt.NDArray[np.int32]:
     allowed = np.zeros(-(-len(vocabulary.tokens) // 32) * 32, np.uint8)
-    allowed[list(vocabulary.eos_tokens)] = 1
+    allowed[tokens] = 1
     return np.packbits(allowed, bitorder="little").view(np.int32)
 
 

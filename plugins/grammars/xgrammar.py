@@ -12,7 +12,6 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from attrs import frozen
 
 from engine.core.errors import InvalidRequestError
@@ -25,12 +24,13 @@ from engine.core.grammars import (
     GrammarVocabulary,
     schema_of,
 )
-from engine.plugins.grammars.masks import allows_any, eos_mask
+from engine.plugins.grammars.masks import allows_any, eos_mask, full_mask
 from engine.plugins.grammars.options import JsonOptions
 from engine.plugins.grammars.xgrammar_formats import NO_TEXT, json_form, xgrammar_format
 from engine.plugins.grammars.xgrammar_schemas import check_pattern, closed_schema
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
 _MAX_ERROR = 300
@@ -111,7 +111,7 @@ class _Vocabulary:
     def of(cls, vocabulary: GrammarVocabulary) -> _Vocabulary:
         return cls(
             eos=eos_mask(vocabulary),
-            tokens=_tokens_mask(len(vocabulary.tokens)),
+            tokens=full_mask(vocabulary),
             empty=frozenset(token for token, text in enumerate(vocabulary.tokens) if not text) - vocabulary.eos_tokens,
             encode=vocabulary.encode,
         )
@@ -169,13 +169,6 @@ class _Matcher(GrammarMatcher):
         self._more_ends -= ends
         if count > ends:
             self._matcher.rollback(count - ends)
-
-
-def _tokens_mask(vocab_size: int) -> npt.NDArray[np.int32]:
-    """The mask that allows every token of the vocabulary."""
-    allowed = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-    allowed[:vocab_size] = 1
-    return np.packbits(allowed, bitorder="little").view(np.int32)
 
 
 def _quoted(text: str) -> str:
