@@ -13,8 +13,8 @@ from attrs import frozen
 
 from engine.cli.processes import Process
 from engine.core.errors import ConfigError, ExecutorError
+from engine.core.extras import install_command
 
-NOT_INSTALLED = "py-spy is not installed; install it by: pip install 'pluggable-llm-engine[profile]'"
 START_SECONDS = 60
 """Time that py-spy may take besides that of the recording."""
 
@@ -44,7 +44,7 @@ def find_py_spy() -> str:
     """Path of py-spy's executable. Raises ConfigError."""
     found = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if found is None:
-        raise ConfigError(NOT_INSTALLED)
+        raise ConfigError(f"py-spy is not installed; install it with `{install_command('profile')}`")
     return found
 
 

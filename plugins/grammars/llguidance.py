@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.core.errors import InvalidRequestError
+from engine.core.extras import install_command_of
 from engine.core.grammars import (
     CompiledGrammar,
     Grammar,
@@ -56,7 +57,7 @@ class LLGuidance(GrammarBackend[JsonOptions]):
     @classmethod
     def refuses(cls) -> str | None:
         if find_spec("llguidance") is None:
-            return "llguidance is not installed; pip install 'llguidance>=1.9'"
+            return f"llguidance is not installed; install it with `{install_command_of('llguidance')}`"
         return None
 
     def __init__(self, vocabulary: GrammarVocabulary, options: JsonOptions) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from engine.core.errors import InvalidRequestError
+from engine.core.extras import install_command
 from engine.core.grammars import (
     CompiledGrammar,
     FormatResolver,
@@ -51,7 +52,7 @@ class XGrammar(GrammarBackend[JsonOptions]):
     @classmethod
     def refuses(cls) -> str | None:
         if find_spec("xgrammar") is None:
-            return "xgrammar is not installed; pip install 'xgrammar>=0.2.8'"
+            return f"xgrammar is not installed; install it with `{install_command('xgrammar')}`"
         return None
 
     def __init__(self, vocabulary: GrammarVocabulary, options: JsonOptions) -> None:

@@ -22,6 +22,7 @@ from engine.cli.profile.sampled import Sampled, module_of, waits_for
 from engine.cli.profile.syscalls import Calls, parse
 from engine.cli.profile.target import processes_of
 from engine.core.errors import ConfigError, ExecutorError
+from engine.core.extras import install_command
 
 RAW = """\
 thread (14630): MainThread;<module> (/srv/src/engine/core/engine.py:9);receive (/srv/src/engine/core/shm/ring.py:7) 30
@@ -96,11 +97,11 @@ def test_a_process_that_may_not_be_traced_is_refused_with_the_remedy() -> None:
     assert str(other) == "py-spy failed on worker 0 (process 7): Failed to find python version"
 
 
-def test_py_spy_is_asked_for_by_the_extra_when_it_is_missing(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+def test_py_spy_is_asked_for_by_its_own_name_when_it_is_missing(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     monkeypatch.setattr(py_spy.shutil, "which", lambda *_, **__: None)
     done = run("profile", "flame", "--pid", "1")
     assert done.exit_code == 2
-    assert "pluggable-llm-engine[profile]" in done.stderr
+    assert install_command("profile") in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(
