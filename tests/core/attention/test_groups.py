@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from attrs import evolve
 
 from engine.core.attention.groups import CacheLayout, divide_layers
+from engine.core.attention.state_pool import StatePool
 from engine.core.config.tree import CacheConfig, EngineConfig
 from engine.core.models.base import KVShape, ModelSpec, StateShape
 from engine.core.plugin_host.cache_groups import cache_layout
@@ -99,10 +101,22 @@ def test_layers_of_other_shapes_are_groups_that_share_memory_where_their_blocks_
     assert pools[3].values[0].data_ptr() == pools[3].keys[0].data_ptr() != pools[0].keys[0].data_ptr()
 
 
-def test_pools_of_windows_take_no_memory_on_a_cpu_until_they_are_written() -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def resident() -> int:
+    """Bytes of memory that this process takes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
+
+def test_states_take_no_memory_on_a_cpu_until_they_are_written() -> None:
+    tensors, max_running = (((2**16,), "float32"), ((3, 2**10), "bfloat16")), 500
+    before = resident()
+    pool = StatePool(tensors, 2, max_running, "cpu")
+    assert resident() - before < 2 * max_running * StatePool.bytes_per_sequence(tensors) / 2
+    assert [tensor.shape for tensor in pool.layers[1]] == [(501, 2**16), (501, 3, 2**10)]
+    assert [tensor.dtype for tensor in pool.layers[1]] == [torch.float32, torch.bfloat16]
+    assert not pool.layers[0][0][:2].any()
+
+
+def test_pools_of_windows_take_no_memory_on_a_cpu_until_they_are_written() -> None:
     found, num_blocks = layout(spec((8, None))), 2**17
     before = resident()
     pools = found.make_pools(num_blocks, "cpu")
