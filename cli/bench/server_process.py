@@ -18,6 +18,7 @@ from typing import Any
 
 from attrs import frozen
 
+from engine.cli.authority import authority
 from engine.cli.config import to_toml
 from engine.cli.processes import family, own_cpu_seconds
 from engine.core.config import EngineConfig
@@ -39,6 +40,11 @@ class Server:
     """Name of the served model."""
     pid: int | None
     """Process id of the supervisor; None: unknown, and with it the CPU time."""
+
+    @property
+    def url(self) -> str:
+        """The address, without a path."""
+        return f"http://{authority(self.host, self.port)}"
 
     @classmethod
     def at(cls, url: str, api_key: str, pid: int | None) -> Server:
@@ -119,7 +125,7 @@ def get(host: str, port: int, path: str, api_key: str) -> tuple[int, Any]:
             return response.status, response.read()
         except OSError as error:
             if time.monotonic() > deadline:
-                raise ConfigError(f"no server answers at http://{host}:{port}: {error}") from error
+                raise ConfigError(f"no server answers at http://{authority(host, port)}: {error}") from error
             time.sleep(0.1)
         finally:
             connection.close()

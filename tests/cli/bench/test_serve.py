@@ -49,6 +49,10 @@ def test_a_server_of_its_own_gets_a_free_port_unless_one_is_named() -> None:
     assert served_config(load_config(overrides={"server.port": "8123"})).server.port == 8123
 
 
+def test_the_url_of_a_server_has_brackets_when_the_host_is_an_ipv6_address() -> None:
+    assert Server(host="::1", port=1, model="m", pid=None).url == "http://[::1]:1"
+
+
 def test_cpu_time_is_that_of_the_process_and_its_children() -> None:
     burn = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn + chr(10) + 'input()'!r}])"
