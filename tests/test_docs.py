@@ -136,6 +136,17 @@ def test_the_file_in_the_configuration_page_is_valid(tmp_path: Path) -> None:
     assert load_config(file).config.attention.options == {"tile": 64}
 
 
+def test_the_readme_quotes_the_load_of_the_performance_page(generator: ModuleType) -> None:
+    [row] = re.findall(r"^\| 1000/1000 \|(.*)\|$", part(generator, "loads"), re.MULTILINE)
+    steady, *_, published, _, commit = (cell.strip() for cell in row.split("|"))
+    [quoted] = re.findall(
+        r"serves ([\d,]+) output tokens per second \([^)]*1000 in / 1000 out[^)]*commit (\w+); TensorRT-LLM publishes"
+        r" ([\d,]+)\)",
+        " ".join((ROOT / "README.md").read_text(encoding="utf-8").split()),
+    )
+    assert quoted == (steady, commit, published)
+
+
 def test_the_readme_plugin_keeps_its_contract(tmp_path: Path) -> None:
     [block] = re.findall(r"```python\n(# shortest\.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     namespace: dict[str, object] = {}
