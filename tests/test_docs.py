@@ -6,6 +6,7 @@ import importlib.util
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from engine.cli.options import SECTIONS
 from engine.core.config import describe, load_config
 from engine.core.plugin_host import load_plugins
+from engine.core.plugin_host.extension_points import EXTENSION_POINTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -68,6 +70,29 @@ def test_the_reference_has_every_contract_that_an_example_imports() -> None:
         if f"from {node.module} import {alias.name}`" not in reference
     ]
     assert not missing
+
+
+def declared_apis(source: str) -> Iterator[tuple[str, str]]:
+    """(extension point, api) of each registration and each class of a plugin's source."""
+    names = {contract.__name__: point.name for point in EXTENSION_POINTS for contract in point.contracts}
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.FunctionDef(name=name) if name in {point.hook for point in EXTENSION_POINTS}:
+                for call in ast.walk(node):
+                    if isinstance(call, ast.keyword) and call.arg == "api":
+                        yield name.removeprefix("register_"), ast.literal_eval(call.value)
+            case ast.ClassDef(bases=[ast.Name(id=base) | ast.Subscript(value=ast.Name(id=base)), *_]) if base in names:
+                for one in node.body:
+                    if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "api":
+                        yield names[base], ast.literal_eval(one.value)
+
+
+def test_examples_of_plugins_are_written_for_the_current_contracts() -> None:
+    current = {point.name: point.api for point in EXTENSION_POINTS}
+    found = [(place, *one) for place, source in sources_of_plugins().items() for one in declared_apis(source)]
+    assert {"attention", "schedulers", "models", "speculators"} <= {name for _, name, _ in found}
+    assert [one for one in found if one[2] != current[one[1]]] == []
+    assert [place for place, source in sources_of_plugins().items() if ".page_size" in source] == []
 
 
 def test_the_reference_has_what_a_public_class_inherits(generator: ModuleType) -> None:
