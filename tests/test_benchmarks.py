@@ -170,3 +170,12 @@ def test_all_reduces_in_one_shot_and_two_equal_the_sum_on_gpus(ranks: int, tmp_p
     found = {(row["metric"], row["case"]) for row in json.loads(file.read_text())["rows"]}
     ways = ("separate", "one shot", "two shots")
     assert found == {(way, f"{ranks} x, {rows} rows") for way in ways for rows in (1, 300)}
+
+
+def test_kv_cost_reports_every_case_when_it_runs_once(tmp_path: Path) -> None:
+    file = tmp_path / "kv.json"
+    done = run_script("kv_cost.py", "--requests", "20", "--concurrency", "4", "--repeat", "1", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert rows[0]["metric"] == "scheduling"
+    assert len(rows) == 1 + 2 * 3
