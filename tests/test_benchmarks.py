@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -179,3 +180,14 @@ def test_kv_cost_reports_every_case_when_it_runs_once(tmp_path: Path) -> None:
     rows = json.loads(file.read_text())["rows"]
     assert rows[0]["metric"] == "scheduling"
     assert len(rows) == 1 + 2 * 3
+
+
+def test_free_threading_names_the_unit_of_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    module = importlib.import_module("free_threading")
+    figures = {"front end, us per event": 15.0, "engine process, us per output": 1.5}
+    monkeypatch.setattr(module, "run_script", lambda *_: figures)
+    assert module.server("python") == {
+        ("256 streams, front end", "us/event"): 15.0,
+        ("256 streams, engine process", "us/output"): 1.5,
+    }
