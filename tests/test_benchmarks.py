@@ -191,3 +191,11 @@ def test_free_threading_names_the_unit_of_each_process(monkeypatch: pytest.Monke
         ("256 streams, front end", "us/event"): 15.0,
         ("256 streams, engine process", "us/output"): 1.5,
     }
+
+
+def test_fallback_says_in_a_sentence_which_plugin_refuses(tmp_path: Path) -> None:
+    done = run_script("fallback.py", "--small", "--set", "executor.device=abacus", "--results", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: auto: ")
+    assert "abacus" in done.stderr
+    assert "Traceback" not in done.stderr
