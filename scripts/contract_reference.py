@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from markdown_text import code, table
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES: dict[str, tuple[str, ...]] = {
     "Attention backends": ("core/attention/base.py", "core/attention/batch.py", "core/attention/kv_pool.py"),
@@ -169,7 +171,7 @@ def describe(node: ast.ClassDef | FunctionNode, package: str, classes: dict[str,
     bases = list(lineage(node, classes))
     rows = [row for one in bases for row in attributes(one)]
     if rows:
-        parts.append(table(rows))
+        parts.append(table(("attribute", "type", "default", "meaning"), rows))
     described: set[str] = set()
     for base in bases:
         methods = [
@@ -206,8 +208,7 @@ def attributes(node: ast.ClassDef) -> Iterator[tuple[str, str, str, str]]:
     for place, one in enumerate(node.body):
         if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and not one.target.id.startswith("_"):
             meaning = text(docstring_after(node.body, place))
-            default = default_of(one.value)
-            yield one.target.id, f"`{ast.unparse(one.annotation)}`", f"`{default}`" if default else "", meaning
+            yield code(one.target.id), code(ast.unparse(one.annotation)), code(default_of(one.value)), meaning
 
 
 def default_of(value: ast.expr | None) -> str:
@@ -245,11 +246,3 @@ def text(docstring: str | None) -> str:
         else:
             parts.append(paragraph)
     return "\n\n".join(parts)
-
-
-def table(rows: list[tuple[str, str, str, str]]) -> str:
-    """Attributes as a Markdown table."""
-    lines = [("attribute", "type", "default", "meaning"), ("---",) * 4, *((f"`{name}`", *rest) for name, *rest in rows)]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
-    )
