@@ -29,6 +29,7 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
+from attention_batch import attention_error, make_batch
 from attrs import frozen
 from tuned_attention import Decode, tuned_decode, tuned_prefill
 
@@ -87,11 +88,7 @@ class Bench:
         """lengths: (cached, new) per sequence; sequences with one new token decode."""
         news = np.array([new for _, new in lengths], np.int32)
         contexts = np.array([cached + new for cached, new in lengths], np.int32)
-        counts = -(-contexts // BLOCK_SIZE)
-        order = np.random.default_rng(0).permutation(int(counts.sum())).astype(np.int32)
-        tables = np.zeros((len(contexts), int(counts.max())), np.int32)
-        for row, blocks in enumerate(np.split(order, np.cumsum(counts)[:-1])):
-            tables[row, : len(blocks)] = blocks
+        batch, num_blocks = make_batch(contexts, news, int((news == 1).sum()), BLOCK_SIZE, "cuda")
         spec = AttentionSpec(
             num_layers=layers,
             num_heads=heads[0],
@@ -104,25 +101,10 @@ class Bench:
             max_len=int(contexts.max()),
             sliding_windows=(None,) * layers,
         )
-        pool = KVPool(spec, len(order), "cuda")
+        pool = KVPool(spec, num_blocks, "cuda")
         for tensor in (*pool.keys, *pool.values):
             tensor.copy_(torch.randn(tensor.shape, dtype=torch.bfloat16, device="cuda"))
-        starts = np.concatenate([[0], np.cumsum(news)]).astype(np.int32)
-        tokens = int(starts[-1])
-        batch = ForwardBatch(
-            tokens=torch.zeros(tokens, dtype=torch.int64, device="cuda"),
-            positions=torch.zeros(tokens, dtype=torch.int64, device="cuda"),
-            slots=torch.zeros(tokens, dtype=torch.int64, device="cuda"),
-            query_starts=torch.tensor(starts, device="cuda"),
-            context_lens=torch.tensor(contexts, device="cuda"),
-            block_tables=torch.tensor(tables, device="cuda"),
-            logit_rows=torch.tensor(starts[1:] - 1, dtype=torch.int64, device="cuda"),
-            num_decodes=int((news == 1).sum()),
-            query_lens_host=news,
-            context_lens_host=contexts,
-            block_tables_host=tables,
-        )
-        packed = torch.randn(tokens, heads[0] + 2 * heads[1], HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        packed = torch.randn(int(news.sum()), heads[0] + 2 * heads[1], HEAD_DIM, dtype=torch.bfloat16, device="cuda")
         return cls(spec, pool, batch, packed[:, : heads[0]])
 
     @classmethod
@@ -136,20 +118,6 @@ class Bench:
         if refusal:
             raise SystemExit(f"{cls.__name__} refuses: {refusal}")
         return cls(self.spec, self.pool, cls.options_class() if cls.options_class else None)
-
-    def error(self, out: torch.Tensor) -> float:
-        """Return the relative error of the last token of the first and last sequence, in the first layer."""
-        found, wanted = [], []
-        for row in (0, -1):
-            context = int(self.batch.context_lens_host[row])
-            blocks = self.batch.block_tables[row, : -(-context // BLOCK_SIZE)].long()
-            k, v = (part[0][blocks].flatten(0, 1)[:context].double() for part in (self.pool.keys, self.pool.values))
-            at = int(self.batch.query_starts[1:][row]) - 1
-            q = self.q[at].double().view(self.spec.num_kv_heads, -1, HEAD_DIM)
-            p = torch.einsum("hgd,khd->hgk", q, k).mul(self.spec.scale).softmax(-1)
-            wanted.append(torch.einsum("hgk,khd->hgd", p, v).flatten(0, 1))
-            found.append(out[at].double())
-        return float((torch.stack(found) - torch.stack(wanted)).norm() / torch.stack(wanted).norm())
 
 
 class Projections:
@@ -201,7 +169,7 @@ def microseconds(work: Callable[[], Any], rounds: int = 15) -> float:
 def time_layers(bench: Bench, decode: Decode, captured: bool = True) -> tuple[float, float]:
     """Return microseconds per layer, and the error."""
     layers = range(bench.spec.num_layers)
-    error = bench.error(decode(0, bench.q))
+    error = attention_error(bench, decode(0, bench.q))
     if not captured:
         return microseconds(lambda: [decode(layer, bench.q) for layer in layers]) / len(layers), error
     torch.cuda.synchronize()
@@ -209,12 +177,12 @@ def time_layers(bench: Bench, decode: Decode, captured: bool = True) -> tuple[fl
     with torch.cuda.graph(graph):
         outs = [decode(layer, bench.q) for layer in layers]
     spent = microseconds(graph.replay) / len(layers)
-    return spent, max(error, bench.error(outs[0]))
+    return spent, max(error, attention_error(bench, outs[0]))
 
 
 def time_in_layers(bench: Bench, decode: Decode) -> tuple[float, float]:
     """As `time_layers`, between the kernels of a layer, whose time is subtracted."""
-    error = bench.error(decode(0, bench.q))
+    error = attention_error(bench, decode(0, bench.q))
     projections = Projections(bench)
     spent = []
     for call in (decode, None):
@@ -278,7 +246,7 @@ def run_prefills(names: Iterable[str], kv_dtype: str, sequences: int, length: in
         backend = bench.backend(cls)
         plan = backend.plan(bench.batch)
         none = bench.q[:, :0]
-        error = bench.error(backend.forward(0, bench.q, none, none, plan))
+        error = attention_error(bench, backend.forward(0, bench.q, none, none, plan))
         spent = microseconds(lambda b=backend, q=bench.q, n=none, p=plan: b.forward(1, q, n, n, p), 7)
         rows.append(
             {
@@ -362,7 +330,7 @@ def tune(chosen: list[Shape], kv_dtype: str, sequences: int, length: int) -> lis
         timed = []
         for config in prompts:
             prefill = tuned_prefill(bench, config)
-            error = bench.error(prefill(0, bench.q))
+            error = attention_error(bench, prefill(0, bench.q))
             spent = microseconds(lambda run=prefill, q=bench.q: run(0, q), 5)
             timed.append({"config": attrs.asdict(config), "us": round(spent, 1), "error": round(error, 5)})
         rows += best(f"prefill {sequences}x{length}", heads, timed, 0.0)

@@ -9,8 +9,6 @@ fallback's share of the native speed.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 from attrs import asdict
 from models import MODELS, write_model
+from own_process import print_result, run_in_own_process
 
 from engine.cli.bench import latency
 from engine.cli.bench.load import opened
@@ -85,16 +84,16 @@ def main() -> None:
     parser.add_argument("--here", metavar="PLUGIN", help="in this process: one plugin, printed as JSON")
     arguments = parser.parse_args()
     if arguments.here:
-        print(json.dumps(measure(arguments.here, arguments.model, arguments.given, small=arguments.small)))
+        print_result(lambda: measure(arguments.here, arguments.model, arguments.given, small=arguments.small))
         return
     found: list[dict[str, Any]] = []
     for plugin in (NATIVE, FALLBACK):
-        command = [sys.executable, __file__, "--here", plugin, "--model", arguments.model]
-        command += [f"--set={text}" for text in arguments.given] + ["--small"] * arguments.small
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"error: the process of {plugin} ended with status {done.returncode}; its error is above")
-        found.append(json.loads(done.stdout.splitlines()[-1]))
+        options = ["--here", plugin, "--model", arguments.model]
+        options += [f"--set={text}" for text in arguments.given] + ["--small"] * arguments.small
+        result = run_in_own_process(__file__, options)
+        if "refused" in result:
+            sys.exit(f"error: {plugin}: {result['refused']}")
+        found.append(result)
     native, fallback = ([Row(**row) for row in one["rows"]] for one in found)
     compared = shares(native, fallback)
     for row in compared:

@@ -22,6 +22,7 @@ from typing import Any
 
 from models import MODELS, write_model
 
+from engine.cli.authority import authority
 from engine.cli.bench.level import percentile
 from engine.cli.bench.report import Row, report, write
 from engine.cli.bench.server_process import Server, running
@@ -38,7 +39,8 @@ async def stream(server: Server, prompt: list[int], max_tokens: int) -> float:
     """Send one streaming completion; returns the seconds to its first token."""
     body = {"model": server.model, "prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
     payload = json.dumps(body | {"temperature": 1.0}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {server.host}\r\nContent-Type: application/json\r\n"
+    host = authority(server.host, server.port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     begin = time.perf_counter()
     reader, writer = await asyncio.open_connection(server.host, server.port)
     writer.write(f"{head}Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n".encode() + payload)
@@ -59,7 +61,7 @@ async def burst(server: Server, prompts: list[list[int]], max_tokens: int) -> li
 
 def late_work(server: Server) -> dict[str, float]:
     """Kernels compiled and graphs captured while serving, of all replicas."""
-    with urllib.request.urlopen(f"http://{server.host}:{server.port}/metrics") as answer:
+    with urllib.request.urlopen(f"{server.url}/metrics") as answer:
         found: dict[str, float] = {}
         for name, value in COUNTER.findall(answer.read().decode()):
             found[name] = found.get(name, 0.0) + float(value)

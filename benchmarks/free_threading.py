@@ -76,7 +76,7 @@ def engine(python: str) -> Figures:
 def server(python: str) -> Figures:
     """Processor time of the server per streamed token."""
     found = run_script(python, str(HERE / "server.py"))
-    units = {"front end, us per event": "us/event", "engine process, us per output": "us/event"}
+    units = {"front end, us per event": "us/event", "engine process, us per output": "us/output"}
     return {(f"256 streams, {name.partition(',')[0]}", unit): found[name] for name, unit in units.items()}
 
 

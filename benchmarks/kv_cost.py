@@ -118,7 +118,7 @@ def main() -> None:
             [run(concurrency, inputs, **settings) for settings in ({}, *CASES.values())]
             for _ in range(arguments.repeat)
         ]
-        base, *found = [tuple(map(min, *same)) for same in zip(*runs, strict=True)]
+        base, *found = [tuple(map(min, zip(*same, strict=True))) for same in zip(*runs, strict=True)]
         name = f"concurrency {concurrency}"
         print(f"{name}: scheduling takes {base[0]:,.0f} us per request, in {base[2]:.2f} steps; in addition, us:")
         rows.append(Row(metric="scheduling", value=base[0], unit="us/request", case=name))

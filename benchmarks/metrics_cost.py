@@ -115,7 +115,7 @@ def settings_of(name: str, collector_port: int, directory: str) -> dict[str, Any
 def profile(server: Server) -> None:
     """Start a trace of all processes and stop it."""
     for call in ("start_profile", "stop_profile"):
-        address = f"http://{server.host}:{server.port}/{call}"
+        address = f"{server.url}/{call}"
         head = {"Authorization": f"Bearer {ADMIN_KEY}", "Content-Type": "application/json"}
         with urllib.request.urlopen(urllib.request.Request(address, b"{}", head)) as answer:
             answer.read()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from attention_batch import attention_error, make_batch
 from attrs import evolve, frozen
 from sweep_cases import AttentionCase
 from sweep_timing import Call, SweepTimer, run_in_threads, runs
@@ -59,7 +60,9 @@ class Attention:
             max_len=max(case.lengths),
             sliding_windows=(None,) * layers,
         )
-        batch, num_blocks = make_batch(case, device)
+        contexts = np.array(case.lengths, np.int32)
+        news, decodes = (contexts, 0) if case.kind == "prefill" else (np.ones_like(contexts), len(contexts))
+        batch, num_blocks = make_batch(contexts, news, decodes, BLOCK_SIZE, device)
         pool = KVPool(spec, num_blocks, device)
         for tensor in (*pool.keys, *pool.values):
             tensor.copy_(torch.randn(tensor.shape, dtype=getattr(torch, dtype), device=device))
@@ -111,44 +114,7 @@ class Attention:
         """Relative error of the first and the last sequence's last token, next to the definition in float64."""
         out = self.calls()[0]()
         assert isinstance(out, torch.Tensor)
-        found, exact = [], []
-        for row in (0, -1):
-            context = self.case.lengths[row]
-            blocks = self.batch.block_tables[row, : -(-context // BLOCK_SIZE)].long()
-            k, v = (part[0][blocks].flatten(0, 1)[:context].double() for part in (self.pool.keys, self.pool.values))
-            token = int(self.batch.query_starts[1:][row]) - 1
-            q = self.q[token].double().view(self.spec.num_kv_heads, -1, self.spec.head_dim)
-            weights = torch.einsum("hgd,khd->hgk", q, k).mul(self.spec.scale).softmax(-1)
-            exact.append(torch.einsum("hgk,khd->hgd", weights, v).flatten(0, 1))
-            found.append(out[token].double())
-        return float((torch.stack(found) - torch.stack(exact)).norm() / torch.stack(exact).norm())
-
-
-def make_batch(case: AttentionCase, device: torch.device) -> tuple[ForwardBatch, int]:
-    """A batch of the case's sequences, whose blocks are in random order, and the number of blocks."""
-    contexts = np.array(case.lengths, np.int32)
-    news = contexts if case.kind == "prefill" else np.ones_like(contexts)
-    counts = -(-contexts // BLOCK_SIZE)
-    order = np.random.default_rng(0).permutation(int(counts.sum())).astype(np.int32)
-    tables = np.zeros((len(contexts), int(counts.max())), np.int32)
-    for row, blocks in enumerate(np.split(order, np.cumsum(counts)[:-1])):
-        tables[row, : len(blocks)] = blocks
-    starts = np.concatenate([[0], np.cumsum(news)]).astype(np.int32)
-    zeros = torch.zeros(int(starts[-1]), dtype=torch.int64, device=device)
-    batch = ForwardBatch(
-        tokens=zeros,
-        positions=zeros,
-        slots=zeros,
-        query_starts=torch.tensor(starts, device=device),
-        context_lens=torch.tensor(contexts, device=device),
-        block_tables=torch.tensor(tables, device=device),
-        logit_rows=torch.tensor(starts[1:] - 1, dtype=torch.int64, device=device),
-        num_decodes=0 if case.kind == "prefill" else len(contexts),
-        query_lens_host=news,
-        context_lens_host=contexts,
-        block_tables_host=tables,
-    )
-    return batch, len(order)
+        return attention_error(self, out)
 
 
 class AttentionSweep:

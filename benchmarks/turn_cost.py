@@ -238,9 +238,7 @@ class Parts:
 
 def time_to_first_token(server: Server, data: bytes) -> float:
     """Milliseconds from sending a request to its first event."""
-    request = urllib.request.Request(
-        f"http://{server.host}:{server.port}/v1/chat/completions", data, {"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(f"{server.url}/v1/chat/completions", data, {"Content-Type": "application/json"})
     begin = time.perf_counter()
     with urllib.request.urlopen(request) as answer:
         answer.readline()

@@ -11,8 +11,9 @@ import attrs
 import typer
 
 from engine.cli.api_key import KEY_VARIABLES, client_key
-from engine.cli.chat_client import CONTENT, REASONING, VISIBLE, ChatClient, Piece
+from engine.cli.chat_client import CONTENT, REASONING, ChatClient, Piece
 from engine.cli.errors import ServerError
+from engine.cli.http_client import VISIBLE
 from engine.cli.opening import open_engine
 from engine.cli.options import DEMO_MODEL, MODEL, OFFLINE, configured, refuse_settings, sampled
 from engine.core.config import Resolved

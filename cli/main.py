@@ -45,7 +45,8 @@ class Builtin(NamedTuple):
 
 BUILTINS = {
     "serve": Builtin(
-        "serve:serve", "Serve the OpenAI protocol over HTTP, with the demo model unless another is named."
+        "serve:serve",
+        "Serve the protocols of OpenAI and Anthropic over HTTP, with the demo model unless another is named.",
     ),
     "generate": Builtin("generate:generate", "Continue a prompt, printing the text as it comes."),
     "chat": Builtin("chat:chat", "Talk to a model. Piped in, each line is one message; /reset and /exit work in both."),
@@ -150,7 +151,7 @@ def _warn(text: str) -> None:
 app = typer.Typer(
     name="engine",
     cls=Commands,
-    help="Serve large language models with every contested part a plugin.",
+    help="Serve large language models; attention, quantization, scheduling, executors and models are plugins.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

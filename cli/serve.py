@@ -10,7 +10,7 @@ from engine.core.config import Resolved
 
 @configured()
 def serve(resolved: Resolved) -> None:
-    """Serve the OpenAI protocol over HTTP, with the demo model unless another is named."""
+    """Serve the protocols of OpenAI and Anthropic over HTTP, with the demo model unless another is named."""
     from engine.core.collector import paused
 
     with paused():

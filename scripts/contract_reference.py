@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from markdown_text import code, table
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES: dict[str, tuple[str, ...]] = {
     "Attention backends": ("core/attention/base.py", "core/attention/batch.py", "core/attention/kv_pool.py"),
@@ -73,6 +75,9 @@ PAGES: dict[str, tuple[str, ...]] = {
     "Hooks": ("core/hooks.py",),
 }
 """Section of the reference -> the files whose public classes, functions and type aliases it lists."""
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+SHOWN_DECORATORS = ("abstractmethod", "classmethod", "staticmethod")
+"""Decorators in the reference: those that say how a method is called, and who defines it."""
 
 
 def contract_reference(root: Path = ROOT) -> str:
@@ -92,7 +97,7 @@ def contract_reference(root: Path = ROOT) -> str:
             for place, node in enumerate(body):
                 if name_of(node) not in exported:
                     continue
-                if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                if isinstance(node, ast.ClassDef | FunctionNode):
                     parts.append(describe(node, package, classes))
                 else:
                     value = f"```python\n{ast.get_source_segment(source, node)}\n```"
@@ -118,7 +123,7 @@ def public_names(file: Path) -> set[str]:
 def name_of(node: ast.stmt) -> str:
     """The name that a statement defines: a class, a function or an assigned name; empty: none."""
     match node:
-        case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
             return name
         case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
             return name
@@ -135,7 +140,7 @@ def docstring_after(body: list[ast.stmt], place: int) -> str:
 
 def has_docstring(body: list[ast.stmt], place: int) -> bool:
     """Whether a statement is a class or a function, or an assignment that a string explains."""
-    return isinstance(body[place], ast.ClassDef | ast.FunctionDef) or bool(docstring_after(body, place))
+    return isinstance(body[place], ast.ClassDef | FunctionNode) or bool(docstring_after(body, place))
 
 
 def undescribed_classes(root: Path, room: Path) -> dict[str, ast.ClassDef]:
@@ -154,23 +159,23 @@ def heading(node: ast.stmt, package: str) -> str:
     return f"### {name_of(node)}\n\n`from {package} import {name_of(node)}`"
 
 
-def describe(node: ast.ClassDef | ast.FunctionDef, package: str, classes: dict[str, ast.ClassDef]) -> str:
+def describe(node: ast.ClassDef | FunctionNode, package: str, classes: dict[str, ast.ClassDef]) -> str:
     """One class or function: where it is imported from, what it is, its attributes and its methods.
 
     classes: base classes whose members are described with the classes derived from them.
     """
     title = heading(node, package)
-    if isinstance(node, ast.FunctionDef):
+    if isinstance(node, FunctionNode):
         return f"{title}\n\n{method(node)}"
     parts = [title, text(ast.get_docstring(node))]
     bases = list(lineage(node, classes))
     rows = [row for one in bases for row in attributes(one)]
     if rows:
-        parts.append(table(rows))
+        parts.append(table(("attribute", "type", "default", "meaning"), rows))
     described: set[str] = set()
     for base in bases:
         methods = [
-            one for one in base.body if isinstance(one, ast.FunctionDef) and is_described(one, base, own=base is node)
+            one for one in base.body if isinstance(one, FunctionNode) and is_described(one, base, own=base is node)
         ]
         parts += [method(one) for one in methods if one.name not in described]
         described |= {one.name for one in methods}
@@ -185,7 +190,7 @@ def lineage(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[as
             yield from lineage(classes[base.id], classes)
 
 
-def is_described(node: ast.FunctionDef, of: ast.ClassDef, *, own: bool) -> bool:
+def is_described(node: FunctionNode, of: ast.ClassDef, *, own: bool) -> bool:
     """Whether a method of a class is in the reference: not an override that its base class describes.
 
     own: whether `of` is the class described, not a base class; its constructor is in the reference too.
@@ -203,21 +208,30 @@ def attributes(node: ast.ClassDef) -> Iterator[tuple[str, str, str, str]]:
     for place, one in enumerate(node.body):
         if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and not one.target.id.startswith("_"):
             meaning = text(docstring_after(node.body, place))
-            default = "" if one.value is None else f"`{ast.unparse(one.value)}`"
-            yield one.target.id, f"`{ast.unparse(one.annotation)}`", default, meaning
+            yield code(one.target.id), code(ast.unparse(one.annotation)), code(default_of(one.value)), meaning
 
 
-def method(node: ast.FunctionDef) -> str:
+def default_of(value: ast.expr | None) -> str:
+    """The default that an attribute's value declares, as Python; empty: the attribute is required."""
+    match value:
+        case None:
+            return ""
+        case ast.Call(func=ast.Name(id="field") | ast.Attribute(attr="field"), keywords=arguments):
+            given = {argument.arg: ast.unparse(argument.value) for argument in arguments}
+            return f"{given['factory']}()" if "factory" in given else given.get("default", "")
+    return ast.unparse(value)
+
+
+def method(node: FunctionNode) -> str:
     """A method's signature as Python writes it, and its docstring."""
-    kinds = {ast.unparse(one) for one in node.decorator_list}
+    kinds = [ast.unparse(one) for one in node.decorator_list]
     if "property" in kinds or "cached_property" in kinds:
         head = f"{node.name}: {ast.unparse(node.returns) if node.returns else 'Any'}  # property"
     else:
-        head = f"def {node.name}({ast.unparse(node.args)})" + (
-            f" -> {ast.unparse(node.returns)}" if node.returns else ""
-        )
-        head = "@classmethod\n" + head if "classmethod" in kinds else head
-        head = "@abstractmethod\n" + head if "abstractmethod" in kinds else head
+        shown = "".join(f"@{kind}\n" for kind in kinds if kind in SHOWN_DECORATORS)
+        keyword = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+        returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+        head = f"{shown}{keyword} {node.name}({ast.unparse(node.args)}){returns}"
     return f"```python\n{head}\n```\n\n{text(ast.get_docstring(node))}".rstrip()
 
 
@@ -232,11 +246,3 @@ def text(docstring: str | None) -> str:
         else:
             parts.append(paragraph)
     return "\n\n".join(parts)
-
-
-def table(rows: list[tuple[str, str, str, str]]) -> str:
-    """Attributes as a Markdown table."""
-    lines = [("attribute", "type", "default", "meaning"), ("---",) * 4, *((f"`{name}`", *rest) for name, *rest in rows)]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
-    )

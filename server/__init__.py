@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP server: `run` serves a configuration.
+"""The HTTP server with the protocols of OpenAI and Anthropic: `run` serves a configuration.
 
 Three kinds of process, each with a package and a main.py:
 

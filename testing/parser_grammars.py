@@ -174,8 +174,8 @@ class ParserGrammarConformance:
         names = [call.name for call in answer.calls]
         assert all(map(rules.choice.allows, names)), f"a call of another tool: {where}"
         assert all(call.complete for call in answer.calls), f"a call is not complete: {where}"
-        if not rules.several_calls or self.max_calls is not None:
-            assert len(names) <= (self.max_calls or 1), f"several calls: {where}"
+        limit = self.max_calls if rules.several_calls else 1
+        assert limit is None or len(names) <= limit, f"{len(names)} calls, not at most {limit}: {where}"
         if rules.choice.forced:
             assert names, f"no call: {where}"
             assert not answer.content, f"content next to a forced call: {where}"

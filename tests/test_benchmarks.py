@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -170,3 +171,31 @@ def test_all_reduces_in_one_shot_and_two_equal_the_sum_on_gpus(ranks: int, tmp_p
     found = {(row["metric"], row["case"]) for row in json.loads(file.read_text())["rows"]}
     ways = ("separate", "one shot", "two shots")
     assert found == {(way, f"{ranks} x, {rows} rows") for way in ways for rows in (1, 300)}
+
+
+def test_kv_cost_reports_every_case_when_it_runs_once(tmp_path: Path) -> None:
+    file = tmp_path / "kv.json"
+    done = run_script("kv_cost.py", "--requests", "20", "--concurrency", "4", "--repeat", "1", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert rows[0]["metric"] == "scheduling"
+    assert len(rows) == 1 + 2 * 3
+
+
+def test_free_threading_names_the_unit_of_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    module = importlib.import_module("free_threading")
+    figures = {"front end, us per event": 15.0, "engine process, us per output": 1.5}
+    monkeypatch.setattr(module, "run_script", lambda *_: figures)
+    assert module.server("python") == {
+        ("256 streams, front end", "us/event"): 15.0,
+        ("256 streams, engine process", "us/output"): 1.5,
+    }
+
+
+def test_fallback_says_in_a_sentence_which_plugin_refuses(tmp_path: Path) -> None:
+    done = run_script("fallback.py", "--small", "--set", "executor.device=abacus", "--results", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: auto: ")
+    assert "abacus" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -93,6 +93,11 @@ def options(words: list[str]) -> set[str]:
     return {word.partition("=")[0] for word in words if word.startswith("--")}
 
 
+def test_the_systemd_unit_leaves_the_devices_of_gpus_accessible() -> None:
+    blocks_other_devices = {"PrivateDevices", "DevicePolicy", "DeviceAllow", "ProtectClock"}
+    assert not blocks_other_devices & unit().keys()
+
+
 def test_every_option_of_a_command_is_one_of_the_server(dockerfile: dict[str, list[str]]) -> None:
     entrypoint = json.loads(dockerfile["ENTRYPOINT"][0])
     start = shlex.split(unit()["ExecStart"][0])

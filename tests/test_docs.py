@@ -5,6 +5,8 @@ import functools
 import importlib.util
 import re
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from engine.cli.options import SECTIONS
 from engine.core.config import describe, load_config
 from engine.core.plugin_host import load_plugins
+from engine.core.plugin_host.extension_points import EXTENSION_POINTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -69,6 +72,29 @@ def test_the_reference_has_every_contract_that_an_example_imports() -> None:
     assert not missing
 
 
+def declared_apis(source: str) -> Iterator[tuple[str, str]]:
+    """(extension point, api) of each registration and each class of a plugin's source."""
+    names = {contract.__name__: point.name for point in EXTENSION_POINTS for contract in point.contracts}
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.FunctionDef(name=name) if name in {point.hook for point in EXTENSION_POINTS}:
+                for call in ast.walk(node):
+                    if isinstance(call, ast.keyword) and call.arg == "api":
+                        yield name.removeprefix("register_"), ast.literal_eval(call.value)
+            case ast.ClassDef(bases=[ast.Name(id=base) | ast.Subscript(value=ast.Name(id=base)), *_]) if base in names:
+                for one in node.body:
+                    if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "api":
+                        yield names[base], ast.literal_eval(one.value)
+
+
+def test_examples_of_plugins_are_written_for_the_current_contracts() -> None:
+    current = {point.name: point.api for point in EXTENSION_POINTS}
+    found = [(place, *one) for place, source in sources_of_plugins().items() for one in declared_apis(source)]
+    assert {"attention", "schedulers", "models", "speculators"} <= {name for _, name, _ in found}
+    assert [one for one in found if one[2] != current[one[1]]] == []
+    assert [place for place, source in sources_of_plugins().items() if ".page_size" in source] == []
+
+
 def test_the_reference_has_what_a_public_class_inherits(generator: ModuleType) -> None:
     text = part(generator, "reference")
     factory = text.partition("### LayerFactory")[2].partition("\n### ")[0]
@@ -117,10 +143,70 @@ def test_a_part_without_content_is_empty(generator: ModuleType) -> None:
     assert generator.fill(text, "x", "") == "<!-- generated: x -->\n<!-- end: x -->"
 
 
+def heading_ids(page: str) -> set[str]:
+    """The anchors of the headings of a Markdown page, by GitHub's rule.
+
+    An id is the heading in lower case, without punctuation and with hyphens for spaces; a repeated one gets a number.
+    """
+    ids: set[str] = set()
+    seen: Counter[str] = Counter()
+    without_code = re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
+    for heading in re.findall(r"^#{1,6} +(.*?) *$", without_code, re.MULTILINE):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)  # of a link
+        name = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        ids.add(f"{name}-{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return ids
+
+
+def test_heading_ids_are_those_of_github() -> None:
+    page = """\
+# A title: with `code_name`, [a link](x.md#y) & more
+
+## Same
+```sh
+# a comment
+```
+## Same
+### [section]
+### engine bench --url
+## Überblick
+## Same
+"""
+    assert heading_ids(page) == {
+        "a-title-with-code_name-a-link--more",
+        *("same", "same-1", "same-2"),
+        "section",
+        "engine-bench---url",
+        "überblick",
+    }
+
+
+def dead_links(page: Path) -> list[str]:
+    """The links of a page to files and headings that are not there."""
+    dead = []
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+        file = page.parent / target if target else page
+        if not target.startswith("https://") and not (
+            file.exists() and (not anchor or anchor in heading_ids(file.read_text(encoding="utf-8")))
+        ):
+            dead.append(f"{target}#{anchor}" if anchor else target)
+    return dead
+
+
+def test_dead_links_are_those_to_missing_files_and_headings(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("## Two words\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Top\n[](#top) [](other.md#two-words) [](other.md) [](https://example.com/#x)"
+        " [](#gone) [](other.md#top) [](missing.md#top) [](missing.md)"
+    )
+    assert dead_links(page) == ["#gone", "other.md#top", "missing.md#top", "missing.md"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Any) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+def test_links_lead_somewhere(page: Path) -> None:
+    assert dead_links(page) == []
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
@@ -134,6 +220,17 @@ def test_the_file_in_the_configuration_page_is_valid(tmp_path: Path) -> None:
     file = tmp_path / "page.toml"
     file.write_text(block)
     assert load_config(file).config.attention.options == {"tile": 64}
+
+
+def test_the_readme_quotes_the_load_of_the_performance_page(generator: ModuleType) -> None:
+    [row] = re.findall(r"^\| 1000/1000 \|(.*)\|$", part(generator, "loads"), re.MULTILINE)
+    steady, *_, published, _, commit = (cell.strip() for cell in row.split("|"))
+    [quoted] = re.findall(
+        r"serves ([\d,]+) output tokens per second \([^)]*1000 in / 1000 out[^)]*commit (\w+); TensorRT-LLM publishes"
+        r" ([\d,]+)\)",
+        " ".join((ROOT / "README.md").read_text(encoding="utf-8").split()),
+    )
+    assert quoted == (steady, commit, published)
 
 
 def test_the_readme_plugin_keeps_its_contract(tmp_path: Path) -> None:

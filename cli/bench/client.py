@@ -19,6 +19,7 @@ from collections.abc import Callable
 import attrs
 from attrs import define, field, frozen
 
+from engine.cli.authority import authority
 from engine.cli.bench.load import random_tokens
 
 MARK = b"\ndata: "
@@ -269,7 +270,7 @@ class Client:
         ).encode()
         key = f"Authorization: Bearer {job.api_key}\r\n" if job.api_key else ""
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {job.host}:{job.port}\r\n{key}"
+            f"POST /v1/completions HTTP/1.1\r\nHost: {authority(job.host, job.port)}\r\n{key}"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body

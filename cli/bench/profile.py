@@ -48,8 +48,8 @@ class Ran:
     begin: float
     end: float
     own: float
-    """us of its own: of a kernel, without the time when an earlier kernel still ran; of an operator, without the
-    operators called within."""
+    """us of its own: of a kernel, without the time in which a kernel runs that ends earlier; of an operator, without
+    the operators called within."""
 
 
 @frozen
@@ -281,16 +281,20 @@ def _read(
 
 
 def _own_times(kernels: Sequence[Any]) -> list[float]:
-    """Own us of each kernel: from its start, or from the end of the kernel that ended before it, to its end.
+    """Own us of each kernel: a moment in which several kernels run belongs to the one that ends first.
 
-    A kernel may be set up, and wait, while earlier kernels run.
+    A kernel may be set up, and wait, while those run that end before it. Together the own times are the busy time.
     """
     own = [0.0] * len(kernels)
-    ended = float("-inf")
+    taken: list[Span] = []  # the moments of the kernels so far, as spans that do not overlap, in order
     for number in sorted(range(len(kernels)), key=lambda one: kernels[one].time_range.end):
         span = kernels[number].time_range
-        own[number] = span.end - max(span.start, ended)
-        ended = span.end
+        begin, own[number] = span.start, span.end - span.start
+        while taken and taken[-1][1] > span.start:
+            start, end = taken.pop()
+            own[number] -= end - max(start, span.start)
+            begin = min(begin, start)
+        taken.append((begin, span.end))
     return own
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from attrs import frozen
 
+from engine.cli.authority import authority
 from engine.cli.config import to_toml
 from engine.cli.processes import family, own_cpu_seconds
 from engine.core.config import EngineConfig
@@ -40,20 +41,33 @@ class Server:
     pid: int | None
     """Process id of the supervisor; None: unknown, and with it the CPU time."""
 
+    @property
+    def url(self) -> str:
+        """The address, without a path."""
+        return f"http://{authority(self.host, self.port)}"
+
     @classmethod
     def at(cls, url: str, api_key: str, pid: int | None) -> Server:
-        """Connect to the server at an address. Raises ConfigError if the server does not answer."""
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
+        """Connect to the server at an address. Raises ConfigError if the server does not answer as ours do."""
+        try:
+            parts = urllib.parse.urlsplit(url)
+            port = parts.port or 80
+        except ValueError:
+            parts, port = urllib.parse.urlsplit(""), 0
+        host = parts.hostname
+        if parts.scheme != "http" or not host:
             raise ConfigError(f"--url {url!r} is not an address of a server; write it as http://127.0.0.1:8000")
-        host, port = parts.hostname, parts.port or 80
         status, _ = get(host, port, "/health", api_key)
         if status != 200:
             raise ConfigError(f"the server at {url} is not healthy: /health answers with status {status}")
         status, body = get(host, port, "/v1/models", api_key)
         if status != 200:
             raise ConfigError(f"the server at {url} does not name its model (status {status}); is --api-key right?")
-        return cls(host=host, port=port, model=json.loads(body)["data"][0]["id"], pid=pid)
+        try:
+            model = json.loads(body)["data"][0]["id"]
+        except (ValueError, LookupError, TypeError):
+            raise ConfigError(f"the server at {url} does not name its model; is it `engine serve`?") from None
+        return cls(host=host, port=port, model=model, pid=pid)
 
 
 @contextmanager
@@ -119,7 +133,7 @@ def get(host: str, port: int, path: str, api_key: str) -> tuple[int, Any]:
             return response.status, response.read()
         except OSError as error:
             if time.monotonic() > deadline:
-                raise ConfigError(f"no server answers at http://{host}:{port}: {error}") from error
+                raise ConfigError(f"no server answers at http://{authority(host, port)}: {error}") from error
             time.sleep(0.1)
         finally:
             connection.close()

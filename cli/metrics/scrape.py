@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from attrs import frozen
 
+from engine.cli.authority import authority
 from engine.cli.errors import ServerError
 from engine.cli.processes import Process, own_cpu_seconds
 from engine.core.errors import ConfigError
@@ -70,7 +71,7 @@ def scrape(host: str, port: int, api_key: str, processes: list[Process]) -> Scra
 
     status, body = get(host, port, "/metrics", api_key)
     if status != 200:
-        raise ConfigError(f"/metrics of {host}:{port} answers with status {status}; is --api-key right?")
+        raise ConfigError(f"/metrics of {authority(host, port)} answers with status {status}; is --api-key right?")
     cpu = {one.role: own_cpu_seconds(one.pid) for one in processes}
     return Scrape.of(body.decode(), cpu, time.monotonic())
 

@@ -96,16 +96,16 @@ def layers(
 
 
 def profile_server(url: str, key: str, replica: int, steps: int, seconds: float) -> tuple[Profiled, Peaks | None]:
-    """Profile steps of a running server; return the peaks of its device too. Raises ServerError."""
+    """Profile steps of a running server; return the peaks of its device too. Raises what `post` raises."""
     import msgspec
 
     from engine.core.profiling import Peaks, RankLayers
 
     asked = {"replica": replica}
-    began = post(url, key, "/start_layer_profile", asked | {"steps": steps})["replicas"][0]
+    began = post(url, key, "/start_layer_profile", asked | {"steps": steps})
     say(f"waiting for {steps} steps for {seconds:g} s")
     time.sleep(seconds)
-    ended = post(url, key, "/stop_layer_profile", asked)["replicas"][0]
+    ended = post(url, key, "/stop_layer_profile", asked)
     ranks = tuple(msgspec.convert(ended["ranks"], list[RankLayers]))
     measured = ended["steps"] - began["steps"]
     found = Profiled(

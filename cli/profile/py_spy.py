@@ -80,7 +80,10 @@ def record(processes: Iterable[Process], sampling: Sampling, directory: Path) ->
 def dump(process: Process, *, native: bool = False) -> str:
     """The stacks of all threads of a process now, as text. Raises ConfigError and ExecutorError."""
     command = [find_py_spy(), "dump", "--pid", str(process.pid), "--native" if native else "--nonblocking"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise ExecutorError(f"py-spy did not end within {START_SECONDS} s on {_name(process)}") from None
     if done.returncode:
         raise failure(process, done.stderr)
     return done.stdout
@@ -88,13 +91,17 @@ def dump(process: Process, *, native: bool = False) -> str:
 
 def failure(process: Process, errors: str) -> ConfigError | ExecutorError:
     """The error for what py-spy wrote about a process."""
-    name = f"{process.role} (process {process.pid})"
+    name = _name(process)
     if "permission denied" in errors.lower() or "operation not permitted" in errors.lower():
         return ConfigError(
             f"this user may not trace {name}: run the command as the server's user and set kernel.yama.ptrace_scope to "
             "0 (sysctl), or run it as root; in a container, add the capability SYS_PTRACE"
         )
     return ExecutorError(f"py-spy failed on {name}: {_sentence(errors.splitlines())}")
+
+
+def _name(process: Process) -> str:
+    return f"{process.role} (process {process.pid})"
 
 
 def _sentence(lines: Sequence[str]) -> str:

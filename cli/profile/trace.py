@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from engine.cli.errors import ServerError
+from engine.cli.http_client import HttpClient
 from engine.cli.options import ADMIN_KEY_VARIABLE, OFFLINE, configured, refuse_settings
 from engine.cli.profile.target import AdminKey
 from engine.core.config import Resolved
 
 if TYPE_CHECKING:
     from engine.core.timeline import Report
-
-TIMEOUT = 600.0
-"""Seconds in which the server must have recorded the steps and written the trace."""
 
 
 @configured(without=OFFLINE)
@@ -45,8 +40,7 @@ def trace(
         asked = {"steps": steps, "after": after, "activities": activities, "nvtx": nvtx, "replica": replica}
         key = admin_key(admin_api_key)
         post(url, key, "/start_profile", asked)
-        answer = post(url, key, "/stop_profile", {"wait": True, "replica": replica})
-        _say(answer["replicas"][0])
+        _say(post(url, key, "/stop_profile", {"wait": True, "replica": replica}))
         return
     from engine.core.timeline import TraceOptions
 
@@ -89,24 +83,12 @@ def admin_key(given: str) -> str:
 
 
 def post(url: str, key: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The server's answer. Raises ServerError with the server's own sentence."""
-    request = urllib.request.Request(
-        url.rstrip("/").removesuffix("/v1") + path,
-        json.dumps(body).encode(),
-        {"content-type": "application/json", "authorization": f"Bearer {key}"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
-            answer: dict[str, Any] = json.load(response)
+    """The answer of the replica that `body` names. Raises InvalidRequestError and ServerError."""
+    client = HttpClient(url.rstrip("/").removesuffix("/v1"), key, "--admin-api-key", (ADMIN_KEY_VARIABLE,))
+    match client.json(path, body):
+        case {"replicas": [dict(answer)]}:
             return answer
-    except urllib.error.HTTPError as error:
-        try:
-            sentence = json.load(error)["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            sentence = f"status {error.code}"
-        raise ServerError(f"{path} of {url}: {sentence}") from error
-    except OSError as error:
-        raise ServerError(f"no answer from {url}: {error}") from error
+    raise ServerError(f"the answer to {path} is not that of `engine serve`; check --url")
 
 
 def _say(report: dict[str, Any]) -> None:

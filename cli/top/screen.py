@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from engine.cli.chat_client import VISIBLE
+from engine.cli.http_client import VISIBLE
 from engine.cli.metrics.shares import IDLE
 from engine.cli.top.figures import Cache, Figures, Latency, Load, ProcessFigures, Roofline
 from engine.cli.top.server import Health

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 from attrs import frozen
 
 from engine.cli.api_key import KEY_VARIABLES
-from engine.cli.chat_client import error_sentence
 from engine.cli.errors import ServerError
+from engine.cli.http_client import error_sentence
 from engine.cli.metrics.scrape import Scrape
 from engine.core.errors import ConfigError
 

@@ -7,6 +7,8 @@ import random
 from cases import Case, Maker
 from wire import Manners, Target
 
+from engine.cli.authority import authority
+
 POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 GETS = ("/health", "/metrics", "/v1/models")
 
@@ -22,7 +24,7 @@ def _raw(name: str, *parts: bytes, expect: str = "refused", closes: bool = False
     def make(target: Target, draw: random.Random) -> Case:
         body = b'{"model":"%b","prompt":[1],"max_tokens":1}' % target.model.encode()
         key = b"\r\nAuthorization: Bearer " + target.key.encode() if target.key else b""
-        host = b"%b:%d%b" % (target.host.encode(), target.port, key)
+        host = authority(target.host, target.port).encode() + key
         made = tuple(part.replace(b"HOST", host).replace(b"LENGTH", b"%d" % len(body)) for part in parts)
         made = tuple(part.replace(b"BODY", body).replace(b"SIZE", b"%x" % len(body)) for part in made)
         return Case(name, made, expect, closes=closes, waits=waits, timeout=5 if waits else 30)

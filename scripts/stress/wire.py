@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.cli.authority import authority
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_KEPT = 1 << 20
 """Bytes of an answer that are kept; the rest is read and counted only."""
@@ -53,7 +55,7 @@ class Target:
 
     @property
     def url(self) -> str:
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+        return f"http://{authority(self.host, self.port)}"
 
     def get(self, path: str, **headers: str) -> bytes:
         """A GET request as bytes."""
@@ -66,7 +68,7 @@ class Target:
 
     def request(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         """A well-formed request as bytes; a header named with _ is sent with -, and an empty value leaves one out."""
-        lines = {"Host": f"{self.host}:{self.port}", "Content-Length": str(len(body)) if body else ""}
+        lines = {"Host": authority(self.host, self.port), "Content-Length": str(len(body)) if body else ""}
         if body:
             lines["Content-Type"] = "application/json"
         if self.key:

@@ -54,6 +54,12 @@ def test_help_lists_every_command(run: Any) -> None:
         assert f" {command} " in result.stdout
 
 
+def test_help_names_what_plugins_implement_and_the_protocols_that_are_served(run: Any) -> None:
+    words = " ".join(run("--help").stdout.split())
+    assert all(kind in words for kind in ("attention", "quantization", "scheduling", "executors", "models"))
+    assert "protocols of OpenAI and Anthropic" in " ".join(run("serve", "--help").stdout.split())
+
+
 def test_help_says_of_each_command_what_the_command_says_itself() -> None:
     for name, builtin in BUILTINS.items():
         assert builtin.load(name).help.partition("\n")[0] == builtin.summary

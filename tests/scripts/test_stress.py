@@ -115,6 +115,18 @@ def test_cases_follow_from_the_seed() -> None:
         assert first == again != other
 
 
+def test_requests_name_the_host_as_http_writes_it_when_it_is_an_ipv6_address() -> None:
+    from cases import cases
+    from corpus_framing import LINES
+    from wire import Target
+
+    target = Target("::1", 80)
+    assert b"\r\nHost: [::1]:80\r\n" in target.get("/health")
+    made = [b"".join(part for part in one.parts if isinstance(part, bytes)) for one in cases(LINES, target, 40, seed=0)]
+    assert any(b"\r\nHost: [::1]:80\r\n" in request for request in made)
+    assert not any(b"Host: ::1" in request for request in made)
+
+
 def test_only_local_servers_are_stressed() -> None:
     done = run_script("hostile.py", "http://example.test:80")
     assert done.returncode == 2

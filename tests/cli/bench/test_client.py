@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -113,7 +115,7 @@ def load(handle: Handle, job: Job) -> tuple[Answered, ...]:
         await writer.wait_closed()
 
     async def both() -> tuple[Answered, ...]:
-        server = await asyncio.start_server(noted, "127.0.0.1", 0)
+        server = await asyncio.start_server(noted, job.host, 0)
         async with server:
             port = server.sockets[0].getsockname()[1]
             answers = await Client(attrs.evolve(job, port=port)).run(time.monotonic() + 0.01)
@@ -159,6 +161,29 @@ def test_connections_carry_one_request_after_the_other() -> None:
     [shape] = {(body["model"], body["max_tokens"], body["ignore_eos"], body["stream"]) for body in server.bodies}
     assert shape == ("tiny", 4, True, True)
     assert all(b"authorization: bearer secret\r\n" in head.lower() for head in server.heads)
+
+
+def has_ipv6() -> bool:
+    """Whether this machine has the address ::1."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("127.0.0.1", rb"127\.0\.0\.1"),
+        pytest.param("::1", rb"\[::1\]", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6")),
+    ],
+)
+def test_requests_name_the_host_as_http_writes_it(host: str, name: bytes) -> None:
+    server = Scripted()
+    answers = load(server, attrs.evolve(JOB, host=host, requests=1))
+    assert [one.error for one in answers] == [""]
+    assert re.search(rb"\r\nHost: %b:\d+\r\n" % name, server.heads[0])
 
 
 def test_requests_that_come_at_a_rate_do_not_wait_for_each_other() -> None:

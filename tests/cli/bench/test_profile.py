@@ -63,10 +63,27 @@ def test_busy_is_the_union_and_the_sum_of_what_is_a_kernel_s_own(profile: Profil
     assert sum(spent for _, _, spent in profile.kernels()) == profile.busy
 
 
-def test_a_kernel_that_waits_for_others_counts_from_their_end() -> None:
+def test_a_kernel_that_waits_for_others_counts_when_none_of_them_runs() -> None:
     waiting = [event("waits", "CUDA", 5, 30), event("first", "CUDA", 0, 20), event("short", "CUDA", 21, 22)]
     _, ran = _read(waiting, [], gpu=True)
-    assert {one.name: one.own for one in ran} == {"first": 20, "short": 1, "waits": 8}
+    assert {one.name: one.own for one in ran} == {"first": 20, "short": 1, "waits": 9}
+
+
+@pytest.mark.parametrize(
+    ("spans", "own"),
+    [
+        ([(0, 10), (3, 5)], [8, 2]),
+        ([(3, 5), (0, 10), (6, 7)], [2, 7, 1]),
+        ([(0, 6), (2, 8), (3, 4), (20, 30), (22, 30)], [5, 2, 1, 10, 0]),
+    ],
+    ids=["nested", "two nested", "chain"],
+)
+def test_own_times_of_kernels_that_overlap_add_up_to_the_busy_time(spans: Any, own: list[float]) -> None:
+    kernels = [event(str(number), "CUDA", *span, lane=number) for number, span in enumerate(spans)]
+    _, ran = _read(kernels, [], gpu=True)
+    assert [one.own for one in ran] == own
+    profile = Profile(title="", steps=1, wall=100.0, host=(), ran=ran)
+    assert sum(spent for _, _, spent in profile.kernels()) == profile.busy
 
 
 def test_spans_that_touch_are_one() -> None:

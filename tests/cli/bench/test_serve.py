@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import pytest
 
+from engine.cli.bench import server_process
 from engine.cli.bench.serve import LoadLevel, _given, levels_of, processes_for, served_config
 from engine.cli.bench.server_process import Server, cpu_seconds
 from engine.core.config.load import load_config
@@ -47,6 +48,23 @@ def test_levels_are_concurrencies_or_rates() -> None:
 def test_a_server_of_its_own_gets_a_free_port_unless_one_is_named() -> None:
     assert served_config(load_config()).server.port == 0
     assert served_config(load_config(overrides={"server.port": "8123"})).server.port == 8123
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://a:b", "http://[::1", "https://localhost", "http://"])
+def test_what_is_not_the_url_of_a_server_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not an address of a server"):
+        Server.at(url, "", None)
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b"{}", b'{"data": []}', b'{"data": [{"name": "m"}]}'])
+def test_a_server_that_does_not_name_its_model_is_refused(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+    monkeypatch.setattr(server_process, "get", lambda *_: (200, body))
+    with pytest.raises(ConfigError, match=r"http://localhost:1 does not name its model; is it `engine serve`\?"):
+        Server.at("http://localhost:1", "", None)
+
+
+def test_the_url_of_a_server_has_brackets_when_the_host_is_an_ipv6_address() -> None:
+    assert Server(host="::1", port=1, model="m", pid=None).url == "http://[::1]:1"
 
 
 def test_cpu_time_is_that_of_the_process_and_its_children() -> None:

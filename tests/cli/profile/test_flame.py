@@ -104,6 +104,16 @@ def test_py_spy_is_asked_for_by_its_own_name_when_it_is_missing(monkeypatch: pyt
     assert install_command("profile") in " ".join(done.stderr.split())
 
 
+def test_stacks_are_refused_in_a_sentence_when_py_spy_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(command: list[str], *, timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(py_spy, "find_py_spy", lambda: "py-spy")
+    monkeypatch.setattr(py_spy.subprocess, "run", hang)
+    with pytest.raises(ExecutorError, match=r"py-spy did not end within 60 s on worker 0 \(process 7\)"):
+        py_spy.dump(Process(7, "worker 0"))
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

@@ -113,7 +113,7 @@ def test_a_running_server_is_profiled(run: Any, monkeypatch: pytest.MonkeyPatch,
 
     def post(url: str, key: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         asked.append((url, key, path, body))
-        return {"replicas": [answers[path]]}
+        return answers[path]
 
     monkeypatch.setattr(layers, "post", post)
     file = tmp_path / "layers.json"

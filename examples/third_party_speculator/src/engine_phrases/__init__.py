@@ -16,7 +16,7 @@ from engine.core.speculators import SpeculatedSequence, Speculator, SpeculatorSp
 @hookimpl
 def register_speculators(register: Register) -> None:
     """Register the speculator."""
-    register("phrases", lambda: Phrases, api="1", summary="the rest of known phrases, from a file")
+    register("phrases", lambda: Phrases, api="2", summary="the rest of known phrases, from a file")
 
 
 @frozen
@@ -32,7 +32,7 @@ class Options:
 class Phrases(Speculator[Options]):
     """Looks up the last tokens in a table of all places in the phrases; of equal places, the first phrase's counts."""
 
-    api = "1"
+    api = "2"
     options_class = Options
 
     def __init__(self, spec: SpeculatorSpec, options: Options) -> None:

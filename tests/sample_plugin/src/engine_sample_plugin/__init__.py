@@ -9,7 +9,7 @@ def register_attention(register: Register) -> None:
     register(
         "sample-sdpa",
         lazy("engine_sample_plugin.attention:SampleAttention"),
-        api="1",
+        api="2",
         summary="scaled_dot_product_attention, one sequence after the other",
     )
 

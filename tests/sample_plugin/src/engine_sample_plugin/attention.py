@@ -29,10 +29,10 @@ class Piece:
     """[context] int64: the slots of the sequence's keys and values in the pool."""
 
 
-class SampleAttention(AttentionBackend):
+class SampleAttention(AttentionBackend[Options, list[Piece]]):
     """Gathers each sequence's keys and values and attends to them."""
 
-    api = "1"
+    api = "2"
     options_class = Options
 
     @classmethod
@@ -58,7 +58,7 @@ class SampleAttention(AttentionBackend):
                 raise ValueError(f"a context of {context} tokens exceeds attention.options.max_keys")
             at = torch.arange(int(context), device=batch.slots.device)
             table = batch.block_tables[row].long()
-            slots = table[at // self.spec.page_size] * self.spec.page_size + at % self.spec.page_size
+            slots = table[at // self.spec.block_size] * self.spec.block_size + at % self.spec.block_size
             pieces.append(Piece(slice(start, start + int(new)), int(context), slots))
             start += int(new)
         return pieces
