@@ -16,11 +16,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.core.config import EngineConfig, ModelConfig
 from engine.core.executors import MessageDecoder
 from engine.core.hub import locate
+from engine.core.logs import Process
 from engine.core.parsers import Parser
 from engine.core.plugin_host import Plugins, choose_parser, load_plugins
 from engine.core.text import Tokenizer
-from engine.server.front_end import access_log
 from engine.server.front_end.errors import ApiError
+from engine.server.front_end.logs import configure_logs
 from engine.server.http.app import make_app
 from engine.server.ray_serve.asgi import with_connections
 from engine.server.ray_serve.cluster_state import POLL_SECONDS, ClusterState, RayService
@@ -47,8 +48,7 @@ class FrontEnd:
         Waits until one engine replica has started. Raises EngineError.
         """
         decoded = MessageDecoder[EngineConfig](EngineConfig).decode(config)
-        logging.getLogger("engine").setLevel(decoded.server.log_level.upper())
-        access_log.configure(decoded.server.access_log)
+        configure_logs(Process("server", {"process": "front end"}), decoded.server)
         self._config = engine_config(attrs.evolve(decoded, model=await asyncio.to_thread(locate, decoded.model)))
         tokenizer, parser, plugins = await asyncio.to_thread(self._load, open_tokenizer or Tokenizer.of_model)
         started = MessageDecoder[Started](Started).decode(await engines.describe.remote())
