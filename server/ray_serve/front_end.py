@@ -77,11 +77,12 @@ class FrontEnd:
         return tokenizer, parser, plugins
 
     async def _watch(self) -> None:
-        """Keep the state of the engine replicas up to date; end requests that wait for a replica in vain."""
+        """Keep the metrics and the state of the engines up to date; end requests that wait for a replica in vain."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            await self._state.update()
             self._client.metrics.beat()
+            self._client.phases.update()
+            await self._state.update()
             fault = self._state.fault()
             if fault is not None and time.time() - fault.since > self._config.server.health_timeout:
                 message = f"the engine failed: {fault.reason}; Ray Serve has not replaced it yet, so try again later"

@@ -15,9 +15,11 @@ import pytest
 from engine.core.config.tree import EngineConfig
 from engine.core.executors import encode
 from engine.core.types import CacheInfo, EngineStats, SamplingParams
+from engine.server.ray_serve import front_end as module
 from engine.server.ray_serve.front_end import FrontEnd
 from engine.server.ray_serve.messages import ReplicaState
 from engine.server.shared.messages import Started
+from engine.server.shared.metrics_table import FRONT_END_PHASES
 from tests.server.fake_front_end import ByteTokenizer
 
 SIZES = dict.fromkeys(("weights_bytes", "activation_bytes", "kv_bytes", "budget_bytes"), 0)
@@ -114,3 +116,19 @@ def test_entries_are_text_of_the_level_asked_for(run: Callable[..., None], capsy
 
     run(body, log_level="info")
     assert " INFO server: seen\n" in capsys.readouterr().err
+
+
+def test_the_time_of_threads_is_counted_while_the_engines_are_watched(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.0)
+
+    async def body(front_end: FrontEnd) -> None:
+        phases: Any = front_end._client.phases
+        phases._clock = iter(range(0, 100, 3)).__next__
+        phases.timed_in_thread("tokenize", list)()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert front_end._client.metrics.phase_cells[FRONT_END_PHASES.index("tokenize")] == 3
+
+    run(body, phase_times=True)
