@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engine.core.collector import finish_start
 from engine.core.config import EngineConfig, ModelConfig
 from engine.core.executors import MessageDecoder
 from engine.core.hub import locate
@@ -65,6 +66,8 @@ class FrontEnd:
         service = RayService(self._config, self._client, tokenizer, started, int(time.time()), parser)
         service.state, service.cache = self._state, started.cache
         self.application: ASGIApp = with_connections(make_app(service, keys, limits, plugins))
+        finish_start(freeze=self._config.server.gc_freeze)
+        self._client.metrics.gc_pauses.listen()
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     def _load(self, open_tokenizer: OpenTokenizer) -> tuple[Tokenizer, Parser[Any], Plugins]:

@@ -71,6 +71,8 @@ def run(
 ) -> Callable[..., None]:
     """run(body, **ServerConfig fields): runs `body` with a front end that has started."""
     monkeypatch.setattr(gc, "callbacks", [])
+    for name in ("collect", "freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda: None)
 
     def start(body: Body, **server: Any) -> None:
         async def main() -> None:
@@ -132,3 +134,17 @@ def test_the_time_of_threads_is_counted_while_the_engines_are_watched(
         assert front_end._client.metrics.phase_cells[FRONT_END_PHASES.index("tokenize")] == 3
 
     run(body, phase_times=True)
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_garbage_collections_are_counted_and_leave_out_the_start_when_asked(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch, freeze: bool
+) -> None:
+    frozen: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+
+    async def body(front_end: FrontEnd) -> None:
+        assert frozen == [True] * freeze
+        assert gc.callbacks == [front_end._client.metrics.gc_pauses._on_collection]
+
+    run(body, gc_freeze=freeze)
