@@ -9,10 +9,11 @@ import logging
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+import attrs
 import httpx
 import pytest
 
-from engine.core.config.tree import EngineConfig
+from engine.core.config.tree import CacheConfig, EngineConfig
 from engine.core.executors import encode
 from engine.core.types import CacheInfo, EngineStats, SamplingParams
 from engine.server.ray_serve import front_end as module
@@ -69,17 +70,18 @@ class Engines:
 def run(
     fake_config: Callable[..., EngineConfig], clear_logs: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., None]:
-    """run(body, **ServerConfig fields): runs `body` with a front end that has started."""
+    """run(body, cache, **ServerConfig fields): runs `body` with a front end that has started."""
     monkeypatch.setattr(gc, "callbacks", [])
     for name in ("collect", "freeze", "unfreeze"):
         monkeypatch.setattr(gc, name, lambda: None)
 
-    def start(body: Body, **server: Any) -> None:
+    def start(body: Body, cache: CacheConfig | None = None, **server: Any) -> None:
         async def main() -> None:
             clear_logs()
             front_end = FrontEnd.__new__(FrontEnd)
             open_tokenizer: Any = ByteTokenizer.of_model
-            await front_end.__init__(encode(fake_config(**server)), Engines(), open_tokenizer)  # type: ignore[misc]
+            config = attrs.evolve(fake_config(**server), cache=cache or CacheConfig())
+            await front_end.__init__(encode(config), Engines(), open_tokenizer)  # type: ignore[misc]
             try:
                 await body(front_end)
             finally:
@@ -148,3 +150,11 @@ def test_garbage_collections_are_counted_and_leave_out_the_start_when_asked(
         assert gc.callbacks == [front_end._client.metrics.gc_pauses._on_collection]
 
     run(body, gc_freeze=freeze)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_metrics_say_whether_prefixes_are_cached(run: Callable[..., None], prefix_caching: bool) -> None:
+    async def body(front_end: FrontEnd) -> None:
+        assert f'prefix_caching="{prefix_caching}"' in (await get(front_end, "/metrics")).text
+
+    run(body, cache=CacheConfig(prefix_caching=prefix_caching))
