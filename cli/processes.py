@@ -10,6 +10,7 @@ from pathlib import Path
 from attrs import frozen
 
 from engine.core.errors import ConfigError
+from engine.server.metrics.processes import is_worker, program
 
 
 @frozen
@@ -84,11 +85,10 @@ def read_proc(path: str) -> str:
 
 
 def _role(pid: int, parent: str) -> str:
-    """The role of a process, from its command line and its parent's role."""
-    words = read_proc(f"/proc/{pid}/cmdline")
-    if "front_end" in words:
+    """The role of a process, from the program that it runs and its parent's role."""
+    if "front_end" in program(pid):
         return "front end"
-    return "engine" if parent == "supervisor" else "worker" if "executors" in words else "helper"
+    return "engine" if parent == "supervisor" else "worker" if is_worker(pid) else "helper"
 
 
 def _cpu_seconds(stat: str) -> float:

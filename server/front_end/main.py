@@ -20,15 +20,14 @@ import uvicorn
 from engine.core.collector import finish_start
 from engine.core.config import ModelConfig
 from engine.core.errors import ConfigError, EngineError
-from engine.core.logs import configure, front_end_process
+from engine.core.logs import front_end_process
 from engine.core.parsers import Parser
 from engine.core.plugin_host import Plugins, choose_parser, load_plugins
 from engine.core.text import Tokenizer
-from engine.server.front_end import access_log
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.errors import ApiError
+from engine.server.front_end.logs import configure_logs
 from engine.server.front_end.receiver import ConnectionReceiver, connection_capacity
-from engine.server.front_end.request_ids import current_fields
 from engine.server.front_end.request_trace import Tracer
 from engine.server.front_end.trace_exporter import open_exporter
 from engine.server.http.app import make_app
@@ -75,10 +74,7 @@ def run(open_tokenizer: OpenTokenizer) -> int:
         signal.signal(number, signal.SIG_IGN)
     supervisor: SupervisorLink[SupervisorToFrontEnd] = SupervisorLink(SupervisorToFrontEnd)
     launch: FrontEndLaunch = supervisor.launch(FrontEndLaunch)
-    server = launch.config.server
-    process = front_end_process(launch.row)
-    configure(process, style=server.log_format, level=server.log_level, context=current_fields)
-    access_log.configure(server.access_log, structured=server.log_format == "json")
+    configure_logs(front_end_process(launch.row), launch.config.server)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_FrontEnd(supervisor, launch).run(open_tokenizer))
 

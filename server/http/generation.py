@@ -82,6 +82,8 @@ class Generation:
         """Events taken from the group and not yet built."""
         self._unbuilt: Iterator[bytes] | None = None
         """The events of a delta that is being built."""
+        self._failure: Exception | None = None
+        """Raised by the next call of `events`, since an earlier one returned what was built before the failure."""
         self._prompt_tokens = sum(len(request.prompt) for request in requests)
         self._cached_tokens = 0
         predicted = any(request.prediction for request in requests)
@@ -110,8 +112,8 @@ class Generation:
 
     @property
     def behind(self) -> bool:
-        """Whether `events` stopped early, to let other streams go on, and must be called again."""
-        return self._unbuilt is not None
+        """Whether `events` stopped early, to let other streams go on or at a failure, and must be called again."""
+        return self._unbuilt is not None or self._failure is not None
 
     @property
     def usage(self) -> Usage:
@@ -157,15 +159,31 @@ class Generation:
         """The new outputs as server-sent events, without waiting; stops after SLICE_SECONDS, see `behind`.
 
         templates: the event of each choice for plain text; None: `build_events` builds these too. build_events: builds
-        the events of any other delta, such as the first or the last. Raises ApiError when a choice failed.
+        the events of any other delta, such as the first or the last. Raises ApiError when a choice failed, after
+        a call that has returned the events before the failure.
         """
-        assert self._group is not None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         data: list[bytes] = []
+        try:
+            self._append_events(data, templates, build_events)
+        except Exception as error:
+            if not data:
+                raise
+            self._failure = error
+        return b"".join(data)
+
+    def _append_events(
+        self, data: list[bytes], templates: Mapping[int, Template] | None, build_events: BuildEvents
+    ) -> None:
+        """Append the new events to `data`; see `events`."""
+        assert self._group is not None
         deadline = 0.0
         if self._unbuilt is not None:
             deadline = time.monotonic() + SLICE_SECONDS
             if not self._build(data, deadline):
-                return b"".join(data)
+                return
         taken = self._group.take()  # all: the group reports only the first event after a take
         events = iter([*self._backlog, *taken] if self._backlog else taken)
         self._backlog = []
@@ -193,7 +211,6 @@ class Generation:
                 deadline = deadline or time.monotonic() + SLICE_SECONDS
                 if not self._build(data, deadline):
                     self._backlog = list(events)
-        return b"".join(data)
 
     def _build(self, data: list[bytes], deadline: float) -> bool:
         """Append unbuilt events to `data` until `deadline`; return whether all are built."""

@@ -216,7 +216,7 @@ class _PluginRoutes(Routes):
         for other in self.staged:
             if other.path == path and other.methods == route.methods:
                 raise PluginError(f"it adds {what} twice")
-            if other.path == path and other.error_body is not route.error_body:
+            if other.path == path and other.error_body != route.error_body:
                 raise PluginError(f"the routes of {path} have different error_body; a path has one shape of errors")
         self.staged.append(route)
 

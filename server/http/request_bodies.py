@@ -145,19 +145,23 @@ REPLACED = {"functions": "tools", "function_call": "tool_choice"}
 """Old parameters of chat, and those that have replaced them."""
 _SMALL_BODY = 2**16
 """Bytes of a body that is decoded in a few milliseconds, whatever it holds."""
+_SETTING = "server.max_body_bytes"
 
 
 async def read(request: Request, kind: type[T], limits: ServerConfig) -> T:
     """Read and decode the request's body. Raises ApiError naming the parameter at fault, or with status 413."""
-    body = await _body(request, limits.max_body_bytes)
+    body = await _body(request, limits.max_body_bytes, _SETTING)
     if len(body) > _SMALL_BODY and not surely_fits(body, limits.max_body_values):
         await check_values(body, limits.max_body_values)
     return decode(body, kind)
 
 
 async def read_optional(request: Request, kind: type[T], limits: ServerConfig) -> T:
-    """As `read`; an empty body is one without parameters."""
-    body = await _body(request, min(limits.max_body_bytes, _SMALL_BODY))
+    """As `read`, for routes that take few parameters; an empty body is one without any."""
+    if limits.max_body_bytes > _SMALL_BODY:
+        body = await _body(request, _SMALL_BODY, f"the limit of {request.url.path}")
+    else:
+        body = await _body(request, limits.max_body_bytes, _SETTING)
     return decode(body or b"{}", kind)
 
 
@@ -177,25 +181,26 @@ async def check_values(body: bytes, max_values: int) -> None:
         await asyncio.sleep(0)
 
 
-async def _body(request: Request, max_bytes: int) -> bytes:
+async def _body(request: Request, max_bytes: int, limit: str) -> bytes:
+    """The whole body. limit: what `max_bytes` is, for refusals. Raises ApiError."""
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > max_bytes:
-        raise _too_large(max_bytes)
+        raise _too_large(max_bytes, limit)
     body = bytearray()
     try:
         async for part in request.stream():
             body += part
             if len(body) > max_bytes:
-                raise _too_large(max_bytes)
+                raise _too_large(max_bytes, limit)
     except ClientDisconnect:
         raise invalid("the client disconnected before sending the whole body") from None
     return bytes(body)
 
 
-def _too_large(max_bytes: int) -> ApiError:
+def _too_large(max_bytes: int, limit: str) -> ApiError:
     return ApiError(
         413,
-        f"the body is larger than {max_bytes} bytes (server.max_body_bytes); send a smaller one",
+        f"the body is larger than {max_bytes} bytes ({limit}); send a smaller one",
         headers={"connection": "close"},
     )
 

@@ -163,8 +163,8 @@ class _EventWriter:
         self._connection.when_writable(self._on_outputs)
         try:
             self._schedule_write(self._first.result())
-            if not self._generation.finished:
-                self._on_outputs()
+            if not self._generation.finished:  # later, so that the first events are written before a failure ends all
+                asyncio.get_running_loop().call_soon(self._on_outputs)
             await self._finished
         finally:
             self._connection.when_writable(None)

@@ -45,9 +45,7 @@ def requested_grammar(body: Body) -> Grammar | None:
 
 def parameter_of_grammar(body: Body) -> str:
     """The parameter of a request that asks for its grammar."""
-    asked = body.structured_outputs
-    given = asked is not None and any(getattr(asked, name) for name in asked.__struct_fields__)
-    return "structured_outputs" if given else "response_format"
+    return "structured_outputs" if _given(body.structured_outputs) else "response_format"
 
 
 def _of_format(given: dict[str, Any] | None) -> Grammar | None:
@@ -71,12 +69,16 @@ def _of_format(given: dict[str, Any] | None) -> Grammar | None:
     return _made(Grammar.json_schema, asked.json_schema.schema, "response_format.json_schema.schema")
 
 
+def _given(asked: StructuredOutputs | None) -> dict[str, Any]:
+    """The fields that ask for a grammar, whatever their values: `json` may be {} or false."""
+    fields = {} if asked is None else msgspec.structs.asdict(asked)
+    return {
+        name: value for name, value in fields.items() if value is not None and (name, value) != ("json_object", False)
+    }
+
+
 def _of_structure(asked: StructuredOutputs | None) -> Grammar | None:
-    if asked is None:
-        return None
-    given = {name: value for name in asked.__struct_fields__ if (value := getattr(asked, name)) is not None}
-    if given.get("json_object") is False:
-        del given["json_object"]
+    given = _given(asked)
     if len(given) > 1:
         raise invalid(f"structured_outputs has {' and '.join(given)}; give one", "structured_outputs")
     makers: dict[str, Callable[[Any], Grammar]] = {

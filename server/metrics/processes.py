@@ -55,11 +55,25 @@ class ProcessReader:
         for replica, pid in enumerate(engines):
             wanted.append(("engine", str(replica), pid))
             if pid:
-                workers = self._workers[pid] = known[pid] if pid in known else _children(self._proc, pid)
+                workers = self._workers[pid] = known[pid] if pid in known else _workers(self._proc, pid)
                 wanted += [("worker", f"{replica}.{number}", worker) for number, worker in enumerate(workers)]
         boot = _boot_time(self._proc)
         found = (_read(self._proc, boot, role, number, pid) for role, number, pid in wanted if pid)
         return [process for process in found if process is not None]
+
+
+def program(pid: int, proc: Path = PROC) -> str:
+    """What the Python of a process runs, a module or the path of a script; empty when the process has ended."""
+    try:
+        words = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return ""
+    return next((word for word in words[1:] if word and not word.startswith("-")), "")
+
+
+def is_worker(pid: int, proc: Path = PROC) -> bool:
+    """Whether a child of an engine process is a worker of its executor, not a helper such as the compile server."""
+    return "executors" in program(pid, proc)
 
 
 def _read(proc: Path, boot: float, role: str, number: str, pid: int) -> Process | None:
@@ -85,14 +99,14 @@ def _read(proc: Path, boot: float, role: str, number: str, pid: int) -> Process 
     )
 
 
-def _children(proc: Path, pid: int) -> list[int]:
-    """Process IDs of the children that any thread of a process has started, in the order of their start."""
+def _workers(proc: Path, pid: int) -> list[int]:
+    """Process IDs of the workers that any thread of an engine process has started, in the order of their start."""
     found: list[int] = []
     with suppress(OSError):  # the process has ended
         for thread in (proc / str(pid) / "task").iterdir():
             with suppress(OSError):  # the thread has ended, or the kernel does not list children
                 found += map(int, (thread / "children").read_text().split())
-    return sorted(found)
+    return sorted(child for child in found if is_worker(child, proc))
 
 
 def _boot_time(proc: Path) -> float:

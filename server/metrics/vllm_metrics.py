@@ -43,11 +43,10 @@ def _sleep_states(report: ReplicaReport) -> list[Sample]:
 
 def _graph_modes(report: ReplicaReport) -> list[Sample]:
     stats = report.engine.stats
-    steps = dict.fromkeys(("decode", "prefill"), 0)
-    for kind, _, replays, _ in stats.graph_replays:
-        steps[kind] += replays
+    piecewise = sum(replays for kind, _, replays, _ in stats.graph_replays if kind == "prefill")
+    full = sum(replays for kind, _, replays, _ in stats.graph_replays if kind != "prefill")
     without = sum(stats.step_tokens.counts) if stats.graph_misses is None else stats.graph_misses
-    return by_label((("FULL", steps["decode"]), ("PIECEWISE", steps["prefill"]), ("NONE", without)))
+    return by_label((("FULL", full), ("PIECEWISE", piecewise), ("NONE", without)))
 
 
 VLLM_METRICS: tuple[Metric[ReplicaReport], ...] = (
@@ -87,8 +86,8 @@ VLLM_METRICS: tuple[Metric[ReplicaReport], ...] = (
     _of_vllm(
         "counter",
         "cudagraph_iterations",
-        "Steps in a CUDA graph (FULL: decode), in piecewise graphs (PIECEWISE: with prefill) and without (NONE); each"
-        " iteration of a multi-step step counts.",
+        "Steps in a CUDA graph (FULL: decode and verify), in piecewise graphs (PIECEWISE: with prefill) and without"
+        " (NONE); each iteration of a multi-step step counts.",
         _graph_modes,
         "runtime_mode",
     ),

@@ -44,9 +44,9 @@ class CallPlacement:
         return [best, *sorted(usable - {best}, key=lambda name: loads[name])]
 
     def move(self, call: EngineCall, replica: str) -> None:
-        """Count a call for the replica that the call is sent to."""
+        """Count a call for the replica that the call is sent to, unless the replica has been removed meanwhile."""
         self._sent.get(call.replica, set()).discard(call)
-        self._sent.setdefault(replica, set()).add(call)
+        self._sent.get(replica, set()).add(call)
         call.replica = replica
 
     def _load(self, name: str, num_calls: int) -> float:

@@ -72,7 +72,15 @@ class RayService(Service):
     def engine_reports(self) -> Sequence[EngineReport]:
         # One for all, since the number of series must not change with that of replicas.
         stats = merged([report.stats for report in self.state.reports])
-        return [EngineReport(up=self.state.fault() is None, stats=stats, startup=self.cache.phases, cache=self.cache)]
+        return [
+            EngineReport(
+                up=self.state.fault() is None,
+                stats=stats,
+                startup=self.cache.phases,
+                cache=self.cache,
+                prefix_caching=self._prefix_caching,
+            )
+        ]
 
     def faults(self) -> Sequence[Fault | None]:
         return [report.fault for report in self.state.reports] or [self.state.fault()]

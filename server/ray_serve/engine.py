@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
 import tempfile
 import time
@@ -16,6 +15,7 @@ from msgspec.structs import replace
 from engine.core.config import EngineConfig
 from engine.core.executors import MessageDecoder, encode
 from engine.core.hub import locate
+from engine.core.logs import configure, supervisor_process
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.errors import ApiError
 from engine.server.front_end.request_group import OutputEvent, RequestGroup
@@ -38,8 +38,6 @@ from engine.server.supervisor.main import Commands
 
 SHUTDOWN_SECONDS = 5.0
 """Seconds in which the engine process must exit before it is killed."""
-
-log = logging.getLogger(__name__)
 
 
 class EngineReplica:
@@ -165,7 +163,7 @@ class EngineDeployment(EngineReplica):
         from ray import serve
 
         decoded = MessageDecoder[EngineConfig](EngineConfig).decode(config)
-        logging.getLogger("engine").setLevel(decoded.server.log_level.upper())
+        configure(supervisor_process(), style=decoded.server.log_format, level=decoded.server.log_level)
         decoded = attrs.evolve(decoded, model=await asyncio.to_thread(locate, decoded.model))
         super().__init__(decoded, command or Commands().engine, serve.get_replica_context().replica_tag)
         await self.start()

@@ -13,14 +13,16 @@ from typing import Any
 import attrs
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engine.core.collector import finish_start
 from engine.core.config import EngineConfig, ModelConfig
 from engine.core.executors import MessageDecoder
 from engine.core.hub import locate
+from engine.core.logs import Process
 from engine.core.parsers import Parser
 from engine.core.plugin_host import Plugins, choose_parser, load_plugins
 from engine.core.text import Tokenizer
-from engine.server.front_end import access_log
 from engine.server.front_end.errors import ApiError
+from engine.server.front_end.logs import configure_logs
 from engine.server.http.app import make_app
 from engine.server.ray_serve.asgi import with_connections
 from engine.server.ray_serve.cluster_state import POLL_SECONDS, ClusterState, RayService
@@ -47,8 +49,7 @@ class FrontEnd:
         Waits until one engine replica has started. Raises EngineError.
         """
         decoded = MessageDecoder[EngineConfig](EngineConfig).decode(config)
-        logging.getLogger("engine").setLevel(decoded.server.log_level.upper())
-        access_log.configure(decoded.server.access_log)
+        configure_logs(Process("server", {"process": "front end"}), decoded.server)
         self._config = engine_config(attrs.evolve(decoded, model=await asyncio.to_thread(locate, decoded.model)))
         tokenizer, parser, plugins = await asyncio.to_thread(self._load, open_tokenizer or Tokenizer.of_model)
         started = MessageDecoder[Started](Started).decode(await engines.describe.remote())
@@ -65,6 +66,8 @@ class FrontEnd:
         service = RayService(self._config, self._client, tokenizer, started, int(time.time()), parser)
         service.state, service.cache = self._state, started.cache
         self.application: ASGIApp = with_connections(make_app(service, keys, limits, plugins))
+        finish_start(freeze=self._config.server.gc_freeze)
+        self._client.metrics.gc_pauses.listen()
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     def _load(self, open_tokenizer: OpenTokenizer) -> tuple[Tokenizer, Parser[Any], Plugins]:
@@ -77,11 +80,12 @@ class FrontEnd:
         return tokenizer, parser, plugins
 
     async def _watch(self) -> None:
-        """Keep the state of the engine replicas up to date; end requests that wait for a replica in vain."""
+        """Keep the metrics and the state of the engines up to date; end requests that wait for a replica in vain."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            await self._state.update()
             self._client.metrics.beat()
+            self._client.phases.update()
+            await self._state.update()
             fault = self._state.fault()
             if fault is not None and time.time() - fault.since > self._config.server.health_timeout:
                 message = f"the engine failed: {fault.reason}; Ray Serve has not replaced it yet, so try again later"

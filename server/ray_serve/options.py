@@ -16,6 +16,10 @@ from engine.server.shared.limits_table import has_limits
 PREFIX = "serve."
 """Prefix of the arguments that are fields of Options."""
 
+TRACES = (
+    "requests are not traced, since front ends and engines have no clock in common; trace them in front of Ray Serve"
+)
+
 OF_RAY: Mapping[str, str] = {
     "server.host": "give http_options to Ray Serve",
     "server.port": "give http_options to Ray Serve",
@@ -35,6 +39,11 @@ OF_RAY: Mapping[str, str] = {
     "server.replicas": "use serve.min_replicas and serve.max_replicas",
     "server.replica_restarts": "Ray Serve replaces a dead replica",
     "server.replica_restart_pause": "Ray Serve replaces a dead replica",
+    "server.otlp_endpoint": TRACES,
+    "server.otlp_headers": TRACES,
+    "server.otlp_certificate": TRACES,
+    "server.otlp_resource": TRACES,
+    "server.trace_sample": TRACES,
 }
 """Setting without meaning under Ray Serve -> what to do instead."""
 

@@ -271,7 +271,7 @@ def test_refusals_write_nothing(model: Path, calibration: Any, tmp_path: Path) -
     refuse(ConfigError, r"--calibration .*no\.txt cannot be read", model, out, GPTQ, calibration=missing)
     for context, sentence in (
         (512, "does not fit the model's 512; use 511"),
-        (1, "windows of 1 tokens cannot move on"),
+        (1, "windows of 1 tokens cannot have a stride of 0"),
     ):
         refuse(ConfigError, sentence, model, out, rtn, held_out=HeldOut(text="some text", context=context))
     some = Settings.choose("rtn", group_size=32, ignore=("re:.*q_proj",))

@@ -10,6 +10,7 @@ import pytest
 
 from engine.core.protocols import Delta
 from engine.core.types import Output, Request, SamplingParams
+from engine.server.front_end.errors import ApiError
 from engine.server.front_end.phase_times import PhaseTimes
 from engine.server.front_end.request_group import RequestGroup
 from engine.server.http import generation as module
@@ -150,6 +151,55 @@ def test_a_generation_that_is_behind_has_not_finished(
         generation.events(templates, build_events)
     assert generation.behind
     assert not generation.finished
+
+
+def fail(client: GroupOnly, choice: int) -> None:
+    client.group.put(choice, (), Output(request="x", tokens=(), finish_reason="error", error="broken"))
+
+
+def take_until_failure(generation: Generation) -> bytes:
+    """What the calls of `events` return until one raises."""
+    templates, failure = Templates(text_event), ""
+    found = generation.events(templates, build_events)
+    try:
+        while generation.behind:
+            found += generation.events(templates, build_events)
+    except ApiError as error:
+        failure = str(error)
+    assert failure == "broken"
+    return found
+
+
+@pytest.mark.parametrize("seconds", [math.inf, -1.0])
+def test_events_before_a_failure_are_returned_when_it_comes_with_them(
+    client: GroupOnly, generation: Generation, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    monkeypatch.setattr(module, "SLICE_SECONDS", seconds)
+    put(client, 0, b"a", first=True)
+    put(client, 0, b"b")
+    put(client, 1, b"a", last=True)
+    fail(client, 0)
+    assert take_until_failure(generation) == b'<0a> 0:"b" <1a> '
+    assert not generation.finished
+
+
+def test_events_before_the_failure_of_the_engine_are_returned_when_they_wait(
+    client: GroupOnly, generation: Generation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SLICE_SECONDS", -1.0)
+    put(client, 0, b"a", first=True)
+    before = generation.events(Templates(text_event), build_events)
+    assert generation.behind
+    client.group.fail(ApiError(503, "broken"))
+    monkeypatch.setattr(module, "SLICE_SECONDS", math.inf)
+    assert before + take_until_failure(generation) == b"<0a> "
+
+
+def test_a_failure_is_raised_immediately_when_it_comes_first(client: GroupOnly, generation: Generation) -> None:
+    fail(client, 0)
+    with pytest.raises(ApiError, match="broken"):
+        generation.events(Templates(text_event), build_events)
+    assert not generation.behind
 
 
 def test_leaving_aborts_the_running_choices_together(client: GroupOnly, generation: Generation) -> None:

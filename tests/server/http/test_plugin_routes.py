@@ -297,3 +297,16 @@ def test_a_path_has_one_shape_of_errors(caplog: pytest.LogCaptureFixture) -> Non
 
     assert not [one for one in made(Made(register)) if one.path == "/v1/mine"]
     assert "different error_body" in caplog.text
+
+
+def test_a_method_is_one_shape_of_errors_for_all_routes_of_a_path() -> None:
+    class Protocol:
+        def error_body(self, error: ApiError) -> object:
+            raise AssertionError
+
+        def register(self, routes: Any) -> None:
+            routes.post("/v1/mine", dict, handler, api="1", error_body=self.error_body)
+            routes.get("/v1/mine", handler, api="1", error_body=self.error_body)
+
+    found = [one for one in made(Made(Protocol().register)) if one.path == "/v1/mine"]
+    assert [one.methods for one in found] == [["POST"], READ]

@@ -6,7 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
+from starlette.requests import Request
+from starlette.types import Message
 
+from engine.core.config import ServerConfig
 from engine.core.protocols import NUMBERS_PER_VALUE, surely_fits
 from engine.server.front_end.errors import ApiError
 from engine.server.http.request_bodies import (
@@ -16,6 +19,8 @@ from engine.server.http.request_bodies import (
     TokenizeBody,
     check_values,
     decode,
+    read,
+    read_optional,
 )
 
 COMPLETION = {"model": "m", "prompt": "p"}
@@ -180,3 +185,26 @@ def test_the_event_loop_runs_while_values_are_counted() -> None:
         return turns
 
     assert asyncio.run(main()) > 10
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize(
+    ("reader", "max_bytes", "size", "limit"),
+    [
+        (read, 2**20, 2**20 + 1, "1048576 bytes (server.max_body_bytes)"),
+        (read_optional, 2**20, 2**16 + 1, "65536 bytes (the limit of /start_profile)"),
+        (read_optional, 1000, 1001, "1000 bytes (server.max_body_bytes)"),
+    ],
+)
+def test_a_refusal_names_the_limit_that_the_body_exceeds(
+    reader: Any, max_bytes: int, size: int, limit: str, declared: bool
+) -> None:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b" " * size}
+
+    headers = [(b"host", b"localhost"), *([(b"content-length", b"%d" % size)] if declared else [])]
+    request = Request({"type": "http", "path": "/start_profile", "query_string": b"", "headers": headers}, receive)
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(reader(request, TokenizeBody, ServerConfig(max_body_bytes=max_bytes)))
+    assert caught.value.status == 413
+    assert str(caught.value) == f"the body is larger than {limit}; send a smaller one"

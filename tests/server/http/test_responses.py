@@ -134,6 +134,22 @@ def test_all_events_are_written_before_the_response_ends() -> None:
     asyncio.run(main(b"one", b"two", b"three"))
 
 
+def test_all_events_are_written_before_an_error_that_comes_before_the_task_wakes() -> None:
+    async def main() -> None:
+        client = Client()
+        order = client.sent
+        client.connection.chunks = order
+        await client.settle()
+        client.events.put(b"one")
+        client.events.put(ApiError(500, "broken"))
+        await client.task
+        start, written, end = order
+        assert (start["type"], written) == ("http.response.start", b"one")
+        assert b"broken" in end["body"]
+
+    asyncio.run(main())
+
+
 def test_building_goes_on_in_later_iterations_while_the_generation_is_behind() -> None:
     async def main() -> None:
         client = Client()

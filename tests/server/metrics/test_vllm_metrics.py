@@ -2,8 +2,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.core.graph_uses import GraphUses
 from engine.core.profiling import StepWork
-from engine.core.types import EngineStats, HistogramCounts
+from engine.core.types import DraftSlice, EngineStats, HistogramCounts, Step
 from engine.server.metrics.reports import EngineReport
 from engine.server.metrics.vllm_metrics import VLLM_METRICS
 
@@ -46,6 +47,14 @@ def test_vllms_modes_of_cuda_graphs_are_full_for_decode_and_piecewise_for_prefil
         ("cudagraph_iterations", "PIECEWISE"): 3,
         ("cudagraph_iterations", "NONE"): 4,
     }
+
+
+def test_vllms_full_cuda_graphs_include_steps_that_verify_drafts() -> None:
+    uses = GraphUses()
+    uses.count(Step(id=1, decodes=(0, 1), chunks=()), 2)
+    uses.count(Step(id=2, decodes=(), chunks=(), drafts=(DraftSlice(0, 4, (5, 6)),)), 4)
+    found = samples(EngineStats(graph_replays=uses.replays(), graph_misses=uses.misses), "cudagraph_")
+    assert found["cudagraph_iterations", "FULL"] == 2
 
 
 def test_all_iterations_are_without_cuda_graphs_where_there_are_none() -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,3 +117,17 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@pytest.fixture
+def clear_logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Makes logging as in a process that has set up nothing; that of the tests is put back afterwards."""
+    root, access = logging.getLogger(), logging.getLogger("engine.server.access")
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in (root, access)]
+    yield root.handlers.clear  # not now: pytest has a handler of its own per phase of a test
+    logging.captureWarnings(False)
+    for logger, handlers, level, propagate in before:
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)

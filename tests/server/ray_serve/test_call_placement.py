@@ -92,6 +92,16 @@ def test_a_call_that_was_sent_elsewhere_counts_there() -> None:
     assert place(made, call())[0] == best
 
 
+def test_a_call_that_was_sent_to_a_replica_that_has_gone_counts_nowhere() -> None:
+    made = placement("a", "b")
+    first = call(prompt(1, 8))
+    place(made, first)
+    made.change_replicas({"a": 100})
+    made.move(first, "b")
+    assert first.replica == "b"
+    assert made.place(call(), (), {}) == ["a"]
+
+
 def test_a_cache_key_keeps_its_home_when_other_replicas_come() -> None:
     before = placement("a", "b")
     homes = {key: place(before, call(cache_key=key))[0] for key in map(str, range(20))}

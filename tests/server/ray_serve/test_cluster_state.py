@@ -73,9 +73,9 @@ def test_the_state_has_a_fault_while_no_replica_can_answer() -> None:
         assert [report.replica for report in state.reports] == ["a", "b"]
         assert state.fault() is None
         service = RayService.__new__(RayService)
-        service.state, service.cache = state, CACHE
+        service.state, service.cache, service._prefix_caching = state, CACHE, True
         (report,) = service.engine_reports()
-        assert (report.up, report.stats.running, report.cache) == (True, 1, CACHE)
+        assert (report.up, report.stats.running, report.cache, report.prefix_caching) == (True, 1, CACHE, True)
         assert [fault is None for fault in service.faults()] == [False, True]
         await state.update()
         fault = state.fault()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -14,7 +18,7 @@ from engine.core.config.tree import EngineConfig
 from engine.core.errors import EngineError
 from engine.core.executors import MessageDecoder, encode
 from engine.core.types import Output, Request, SamplingParams
-from engine.server.ray_serve.engine import EngineReplica, batches
+from engine.server.ray_serve.engine import EngineDeployment, EngineReplica, batches
 from engine.server.ray_serve.messages import Answer, Declined, Ended, Produced, ReplicaState, Run, Stop
 from engine.server.shared.messages import Started
 
@@ -152,3 +156,37 @@ def test_events_of_a_choice_stay_in_order() -> None:
     assert tokens([Produced(outputs) for outputs in made]) == {0: [1, 3, 4, 5], 1: [2, 6]}
     assert len(made) == 2
     assert [one.number for outputs in made for one in outputs.prompt_logprobs] == [1]
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_a_replicas_entries_have_the_form_and_level_asked_for(
+    fake_config: Callable[..., EngineConfig],
+    fake_command: list[str],
+    clear_logs: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    style: str,
+) -> None:
+    context = SimpleNamespace(replica_tag="r1")
+    serve = SimpleNamespace(get_replica_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", cast("Any", SimpleNamespace(serve=serve)))
+
+    class Deployment(EngineDeployment):
+        def __del__(self) -> None:  # type: ignore[override]
+            """Nothing: only Ray Serve awaits the base class's."""
+
+    async def main() -> None:
+        clear_logs()
+        replica = Deployment.__new__(Deployment)
+        config = fake_config(log_format=style, log_level="info")
+        await replica.__init__(encode(config), fake_command)  # type: ignore[misc]
+        await replica.close()
+        logging.getLogger("engine.here").info("seen")
+
+    asyncio.run(main())
+    last = capsys.readouterr().err.splitlines()[-1]
+    if style == "json":
+        found = json.loads(last)
+        assert (found["message"], found["process"], found["level"]) == ("seen", "supervisor", "info")
+    else:
+        assert last.endswith(" INFO server: seen")

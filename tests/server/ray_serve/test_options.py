@@ -35,6 +35,11 @@ def test_a_file_of_settings_is_read(tmp_path: Path) -> None:
     [
         ({"server.port": "9000"}, "server.port has no effect under Ray Serve: give http_options to Ray Serve"),
         ({"server.replicas": "2"}, r"use serve\.min_replicas and serve\.max_replicas"),
+        (
+            {"server.otlp_endpoint": "http://localhost:4318"},
+            "otlp_endpoint has no effect under Ray Serve: requests are",
+        ),
+        ({"server.trace_sample": "0.5"}, "trace_sample has no effect under Ray Serve: requests are not traced"),
         ({"serve.max_replicas": "0"}, "max_replicas"),
         ({"serve.min_replicas": "3"}, "serve.max_replicas is 1, but serve.min_replicas is 3; raise the former"),
         ({"serve.replicas": "3"}, "replicas"),
@@ -51,4 +56,6 @@ def test_what_would_have_no_effect_is_refused(arguments: dict[str, object], reas
 def test_the_settings_without_meaning_exist() -> None:
     from engine.core.config import describe
 
-    assert set(OF_RAY) <= {setting.key for setting in describe()}
+    keys = {setting.key for setting in describe()}
+    assert set(OF_RAY) <= keys
+    assert {key for key in keys if key.startswith("server.otlp_")} <= set(OF_RAY)
