@@ -202,6 +202,17 @@ class Connection(HttpProtocol):
         if self.idle:
             self._owner.set_idle(self, True)
 
+    def shutdown(self) -> None:
+        """Close the connection at the end of the server, or make its response the last.
+
+        By TLS, closing waits for the client to close as well, which an idle client does not; so a client that has all
+        its data is not waited for.
+        """
+        has_all = not self._count_unread()
+        super().shutdown()
+        if has_all and self.transport.is_closing():
+            self.transport.abort()
+
     def timeout_keep_alive_handler(self) -> None:
         """Do nothing: `check_time` closes idle connections, also those that have never sent a request."""
 

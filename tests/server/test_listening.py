@@ -147,3 +147,23 @@ def test_a_file_in_the_place_of_the_socket_is_kept(serve_fake: Serve, tmp_path: 
     with serve_fake(uds=str(path)) as server:
         assert server.process.returncode == 1
     assert path.read_text() == "mine"
+
+
+@needs_openssl
+def test_a_tls_client_is_not_waited_for_when_the_server_ends(
+    serve_fake: Serve, certificate: tuple[Path, Path, Path]
+) -> None:
+    public, key, _ = certificate
+    with serve_fake(ssl_certfile=str(public), ssl_keyfile=str(key)) as server:
+        trust = ssl.create_default_context(cafile=str(public))
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        with (
+            socket.create_connection(address, timeout=30) as plain,
+            trust.wrap_socket(plain, server_hostname="localhost", suppress_ragged_eofs=False) as client,
+        ):
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert client.recv(9) == b"HTTP/1.1 "
+            assert server.stop() == 0
+            while client.recv(2**16):  # raises if the connection ends without TLS's end
+                pass
+        assert server.errors == ""  # uvicorn says when connections stay open
