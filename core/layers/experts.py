@@ -121,7 +121,7 @@ class Experts(Layer):
         self._group = group
         self._owner = owner
         self._apply = kernel.apply
-        self._biases = ExpertTensors(spec, self._bias_tensors) if spec.bias else None
+        self._biases = ExpertTensors(spec, _bias_tensors) if spec.bias else None
 
     def __call__(self, x: torch.Tensor, routing: Routing) -> PartialSum:
         """The weighted sum of each token's experts. x: [tokens, hidden_size] -> the same shape."""
@@ -151,8 +151,10 @@ class Experts(Layer):
         if type(self.kernel).__module__.startswith("engine.core."):
             return
 
+        dtype = self.spec.dtype
+
         def check(result: object, x: torch.Tensor, *others: object) -> str | None:
-            return tensor_error(result, tuple(x.shape), (self.spec.dtype,), x.device)
+            return tensor_error(result, tuple(x.shape), (dtype,), x.device)
 
         call = evolve(self.plugin_call, call=f"apply() of {self.spec.name}")
         self._apply = checks.call(self.kernel.apply, call, check)
@@ -167,12 +169,6 @@ class Experts(Layer):
         kept = list(self.weights.values()) + ([] if self.bias is None else [self.bias.gate_up, self.bias.down])
         return sum(tensor.nbytes for tensor in kept)
 
-    def _bias_tensors(self, linear: LinearSpec) -> Mapping[str, TensorSpec]:
-        shard_dim = BIAS_SHARD_DIM[linear.parallel]
-        return {
-            f"{part.name}.bias": plain_tensor((part.out_features,), linear.dtype, shard_dim) for part in linear.parts
-        }
-
     def _read_biases(self, tensors: ExpertTensors, loaded: Mapping[str, torch.Tensor]) -> ExpertsBias:
         spec, dtype = self.spec, torch_dtype(self.spec.dtype)
         found = [list(tensors.of_expert(loaded, index).values()) for index in range(len(spec.rank_experts))]
@@ -186,3 +182,8 @@ class Experts(Layer):
 
     def _expect(self, right: object, call: str, found: object, wanted: str) -> None:
         expect(right, self._owner, f"{call} of {self.spec.name}", found, wanted)
+
+
+def _bias_tensors(linear: LinearSpec) -> Mapping[str, TensorSpec]:
+    shard_dim = BIAS_SHARD_DIM[linear.parallel]
+    return {f"{part.name}.bias": plain_tensor((part.out_features,), linear.dtype, shard_dim) for part in linear.parts}

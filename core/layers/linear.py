@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -106,7 +107,7 @@ class Linear(Layer):
         """Call the methods of these objects from now on."""
         self._apply: Apply = kernel.apply
         self._apply_gated: Apply | None = kernel.apply_gated if self._has_gated_kernel else None
-        self._apply_quantized: Apply = self._refuse if fused is None else fused.apply
+        self._apply_quantized: Apply = partial(_refuse, self.spec) if fused is None else fused.apply
         self._fused_input_quantization = fused
 
     def check_results(self, checks: ResultChecks) -> None:
@@ -154,13 +155,6 @@ class Linear(Layer):
     def fuses_activation(self, activation: Activation) -> bool:
         """Whether the kernel can fuse its input quantization into a gated layer with this activation."""
         return self._fuses_activation and activation == self.spec.input_activation
-
-    def _refuse(
-        self, x: QuantizedActivation, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        raise TypeError(
-            f"{self.spec.parts[0].name} takes tensors only; this activation was quantized for another layer"
-        )
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         """The kernel's tensors, and NAME.bias of each part."""
@@ -221,6 +215,12 @@ class PartialLinear:
     def __call__(self, x: TensorOrQuantized) -> PartialSum:
         """x: [..., this rank's in_features] -> [..., out_features]."""
         return PartialSum(self.linear(x), self._group)
+
+
+def _refuse(
+    spec: LinearSpec, x: QuantizedActivation, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+) -> torch.Tensor:
+    raise TypeError(f"{spec.parts[0].name} takes tensors only; this activation was quantized for another layer")
 
 
 def merge(tensors: list[torch.Tensor], dtype: str) -> torch.Tensor:
