@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import signal
@@ -26,7 +27,7 @@ from engine.core.types import NewSequence, SamplingParams, Step
 from engine.plugins.executors.multiproc import MultiprocExecutor, Options
 from engine.plugins.executors.tp import TensorParallelExecutor
 from engine.plugins.executors.uniproc import UniprocExecutor
-from engine.plugins.executors.workers import STOP_SECONDS
+from engine.plugins.executors.workers import STOP_SECONDS, Workers
 
 Make = Callable[..., Any]
 MakeStep = Callable[[int], Step]
@@ -121,6 +122,24 @@ def test_start_raises_a_worker_error_with_its_class(make_executor: Make, caplog:
     with pytest.raises(CapacityError, match=r"^the worker of rank 1 \(process \d+\) failed in weights: the model does"):
         executor.start()
     assert "Traceback" not in caplog.text  # the sentence says it all
+
+
+@pytest.mark.parametrize(("module", "call"), [(subprocess, "Popen"), (os, "pidfd_open")])
+def test_start_leaves_no_process_and_no_descriptor_when_a_worker_cannot_be_started(
+    make_executor: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, module: Any, call: str
+) -> None:
+    """The fixture checks what is left."""
+    caplog.set_level(logging.CRITICAL, Workers.__module__)  # a record of the error would keep the executor
+    executor = make_executor()
+    works = getattr(module, call)
+
+    def fails(*given: Any, **named: Any) -> Any:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(module, call, fails)
+    with pytest.raises(ExecutorError, match=r"^the workers could not be started .* too many open files"):
+        executor.start()
+    monkeypatch.setattr(module, call, works)
 
 
 def test_start_logs_the_traceback_of_an_unexpected_error_once(
