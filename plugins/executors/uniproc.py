@@ -95,13 +95,14 @@ class UniprocExecutor(Executor):
     def shutdown(self) -> None:
         if self._runner is not None:
             if self.asynchronous:
-                # Running kernels may still write to host memory. If they failed, that error was reported already.
+                # Running kernels may still write to host memory. If the device failed, that was reported already.
                 with suppress(RuntimeError):
                     torch.cuda.synchronize(self._device.torch_name)
             self._runner = None
             gc.collect()  # models of other libraries refer to themselves
             if self.asynchronous:
-                torch.cuda.empty_cache()
+                with suppress(RuntimeError):
+                    torch.cuda.empty_cache()
 
     def _running(self) -> Runner:
         if self._runner is None:
