@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,11 +151,32 @@ def test_a_grammar_in_progress_is_not_ready_and_few_are_compiled_at_a_time(make:
     assert len(backend.threads) <= compiler.THREADS
 
 
-def test_a_slow_grammar_is_refused_and_known_when_it_is_done(make: Make) -> None:
-    grammars = make(compile_timeout=0.05)
+class Clock:
+    """Stands in for the module time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of grammars, which passes when the test says so."""
+    clock = Clock()
+    monkeypatch.setattr(compiler, "time", clock)
+    return clock
+
+
+def test_a_slow_grammar_is_refused_and_known_when_it_is_done(make: Make, clock: Clock) -> None:
+    grammars = make(compile_timeout=5.0)
     grammars.compile(Grammar.regex("a"))
     slow = Grammar.regex("hold")
-    with pytest.raises(InvalidRequestError, match=r"takes more than 0.05 s to compile \(grammar.compile_timeout\)"):
+    assert not grammars.ready(slow)
+    made[0].begun.acquire()
+    clock.now += 5.0
+    with pytest.raises(InvalidRequestError, match=r"takes more than 5 s to compile \(grammar.compile_timeout\)"):
         grammars.compile(slow)
     assert grammars.ready(slow)
     made[0].let_go.set()
@@ -164,19 +184,16 @@ def test_a_slow_grammar_is_refused_and_known_when_it_is_done(make: Make) -> None
     assert grammars.compile(slow)
 
 
-def test_making_the_backend_is_no_part_of_compile_timeout(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, compiling = 0.0, threading.Event()
-    monkeypatch.setattr(compiler, "time", SimpleNamespace(monotonic=lambda: now))
+def test_making_the_backend_is_no_part_of_compile_timeout(make: Make, clock: Clock) -> None:
+    compiling = threading.Event()
 
     class Slow(Backend):
         def __init__(self, vocabulary: GrammarVocabulary, options: None) -> None:
-            nonlocal now
-            now += 1.2
+            clock.now += 1.2
             super().__init__(vocabulary, options)
 
         def compile(self, grammar: Grammar) -> CompiledGrammar:
-            nonlocal now
-            now += 0.9
+            clock.now += 0.9
             compiling.set()
             return super().compile(grammar)
 
@@ -185,19 +202,21 @@ def test_making_the_backend_is_no_part_of_compile_timeout(make: Make, monkeypatc
     future = grammars.begin(held)
     compiling.wait()
     assert not grammars.ready(held)
-    now += 0.2
+    clock.now += 0.2
     assert grammars.ready(held)
     made[0].let_go.set()
     future.result()
 
 
-def test_a_grammar_that_no_thread_takes_up_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "QUEUE_SECONDS", 0.05)
+def test_a_grammar_that_no_thread_takes_up_is_refused(make: Make, clock: Clock) -> None:
     grammars = make()
     grammars.compile(Grammar.regex("a"))
     for number in range(compiler.THREADS):
         grammars.begin(Grammar.regex(f"hold {number}"))
-    with pytest.raises(InvalidRequestError, match=r"has waited 0\.05 s for others"):
+        made[0].begun.acquire()
+    assert not grammars.ready(Grammar.regex("b"))
+    clock.now += compiler.QUEUE_SECONDS
+    with pytest.raises(InvalidRequestError, match=rf"has waited {compiler.QUEUE_SECONDS:g} s for others"):
         grammars.compile(Grammar.regex("b"))
 
 
