@@ -116,7 +116,7 @@ class _History:
     def _message(self, item: Mapping[str, Any], where: str) -> None:
         _check_fields(item, where, "role", "content")
         role = item.get("role")
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise _refused(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
         self.add_message(ROLES[role], _text(item.get("content"), f"{where}.content"))
 
