@@ -232,6 +232,13 @@ def test_a_message_is_refused_by_name_when_its_role_is_unknown(role: Any) -> Non
     assert caught.value.param == "input[0].role"
 
 
+@pytest.mark.parametrize("given", ["engine-1:é", "engine-1:x", "engine-1:/w==", "other", 1, ["engine-1:"]])
+def test_encrypted_content_is_refused_by_name_when_this_server_did_not_make_it(given: Any) -> None:
+    with pytest.raises(ApiError, match="was not made by this server") as caught:
+        messages({"type": "reasoning", "encrypted_content": given})
+    assert caught.value.param == "input[0].encrypted_content"
+
+
 @pytest.mark.parametrize("name", [None, 1, [], {}, "other"])
 def test_a_tool_choice_is_refused_when_it_allows_a_tool_that_is_not_offered(name: Any) -> None:
     with pytest.raises(ApiError, match="none of the functions that are offered") as caught:
