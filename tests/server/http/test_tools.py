@@ -149,6 +149,14 @@ def test_a_stream_says_the_same(client: openai.OpenAI, said: str, reason: str) -
     assert [bool(chunk.usage) for chunk in chunks][-2:] == [False, True]
 
 
+@pytest.mark.parametrize("said", ["", " ", "It is sunny.", "<think>\nhm\n</think>", CALL])
+def test_a_stream_says_the_same_when_log_probabilities_are_asked_for(client: openai.OpenAI, said: str) -> None:
+    whole = chat(client, said, tools=TOOLS, logprobs=True)
+    joined, _ = streamed(client, said, tools=TOOLS, logprobs=True)
+    assert comparable(joined) == comparable(whole)
+    assert joined.logprobs.content == whole.logprobs.content
+
+
 def test_the_deltas_of_a_call_are_as_openai_sends_them(client: openai.OpenAI) -> None:
     _, chunks = streamed(client, f"{CALL}{TIME}", tools=TOOLS)
     deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in chunks[:-1]]
