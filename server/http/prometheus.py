@@ -61,9 +61,10 @@ class PrometheusExporter:
 
     def _text(self, metric: Metric[Source], sources: Sequence[tuple[Iterable[tuple[str, str]], Source]]) -> str:
         """One metric under each of its names. sources: each with the labels that stand before the metric's own."""
-        read = [(labels, list(metric.read(source))) for labels, source in sources]
+        named = series(metric, self._names, self._max_len)
+        read = [(labels, list(metric.read(source))) for labels, source in sources] if named else []
         texts = []
-        for one in series(metric, self._names, self._max_len):
+        for one in named:
             before = ((label_pairs(one.common_labels(labels)), samples) for labels, samples in read)
             samples = ((labels, sample) for labels, found in before for sample in (*found, *one.zeros))
             texts.append(write(one, metric.kind, metric.help, metric.bounds, samples))
