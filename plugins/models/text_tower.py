@@ -43,15 +43,25 @@ IMAGE_KEYS = {
 class TextTower(Decoder):
     """Mixin of a language model within a larger one: placed before its class, builds the model from text_config."""
 
+    text_type: ClassVar[str]
+    """The model_type of text_config."""
     tied: ClassVar[bool]
     """Whether a file without tie_word_embeddings means a tied LM head."""
 
     @classmethod
     def refuses(cls, config: Mapping[str, Any]) -> str | None:
-        refusal = super().refuses({**config, "text_config": config.get("text_config") or {}})
-        if refusal is None and not isinstance(config.get("text_config"), Mapping):
+        text = config.get("text_config")
+        refusal = super().refuses({**config, "text_config": text or {}})
+        if refusal is not None:
+            return refusal
+        if not isinstance(text, Mapping):
             return "config.json lacks text_config, the table of the language model; fetch it again"
-        return refusal
+        if text.get("model_type", cls.text_type) != cls.text_type:
+            return (
+                f"config.json has text_config.model_type: {text['model_type']!r}, a language model that"
+                f" {cls.architecture} with {cls.text_type!r} does not compute"
+            )
+        return None
 
     @classmethod
     def unknown_keys(cls, config: Mapping[str, Any]) -> Sequence[str]:
@@ -82,6 +92,7 @@ class Gemma3Text(TextTower, Gemma3):
 
     architecture: ClassVar[str] = "Gemma3ForConditionalGeneration"
     model_type: ClassVar[str] = "gemma3"
+    text_type: ClassVar[str] = "gemma3_text"
     tied: ClassVar[bool] = True
 
 
@@ -90,6 +101,7 @@ class Mistral3Text(TextTower, Mistral):
 
     architecture: ClassVar[str] = "Mistral3ForConditionalGeneration"
     model_type: ClassVar[str] = "mistral3"
+    text_type: ClassVar[str] = "mistral"
     tied: ClassVar[bool] = False
 
 
@@ -98,6 +110,7 @@ class Qwen3VLText(TextTower, Qwen3):
 
     architecture: ClassVar[str] = "Qwen3VLForConditionalGeneration"
     model_type: ClassVar[str] = "qwen3_vl"
+    text_type: ClassVar[str] = "qwen3_vl_text"
     tied: ClassVar[bool] = False
 
     @classmethod

@@ -61,3 +61,16 @@ def test_one_model_accepts_each_checkpoint(kind: str) -> None:
 def test_checkpoint_without_a_text_config_is_refused() -> None:
     config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
     assert "lacks text_config" in (Gemma3Text.refuses(config) or "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoint_with_another_language_model_is_refused(kind: str) -> None:
+    library: Any = transformers
+    config = json.loads(library.AutoConfig.for_model(kind, **FAMILIES[kind].config).to_json_string())
+    cls: Any = load_plugins().models.get(FAMILIES[kind].plugin or kind).load()
+    own = config["text_config"]["model_type"]
+    assert cls.refuses(config) is None
+    refusal = cls.refuses({**config, "text_config": {**config["text_config"], "model_type": "phi3"}})
+    assert refusal is not None
+    assert "text_config.model_type: 'phi3'" in refusal
+    assert f"{cls.architecture} with {own!r}" in refusal
