@@ -45,6 +45,8 @@ class TextTower(Decoder):
 
     text_type: ClassVar[str]
     """The model_type of text_config."""
+    defaults: ClassVar[Mapping[str, Any]]
+    """Values of keys that text_config may lack: transformers writes only those that differ from its own class's."""
     tied: ClassVar[bool]
     """Whether a file without tie_word_embeddings means a tied LM head."""
 
@@ -70,9 +72,9 @@ class TextTower(Decoder):
 
     @classmethod
     def normalized(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """text_config, and the SHARED_KEYS next to it."""
+        """text_config with the defaults, and the SHARED_KEYS next to it."""
         shared = {key: config[key] for key in SHARED_KEYS if key in config}
-        return super().normalized({"tie_word_embeddings": cls.tied, **config["text_config"], **shared})
+        return super().normalized({"tie_word_embeddings": cls.tied, **cls.defaults, **config["text_config"], **shared})
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
@@ -93,6 +95,18 @@ class Gemma3Text(TextTower, Gemma3):
     architecture: ClassVar[str] = "Gemma3ForConditionalGeneration"
     model_type: ClassVar[str] = "gemma3"
     text_type: ClassVar[str] = "gemma3_text"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "query_pre_attn_scalar": 256,
+    }
     tied: ClassVar[bool] = True
 
 
@@ -102,6 +116,16 @@ class Mistral3Text(TextTower, Mistral):
     architecture: ClassVar[str] = "Mistral3ForConditionalGeneration"
     model_type: ClassVar[str] = "mistral3"
     text_type: ClassVar[str] = "mistral"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+    }
     tied: ClassVar[bool] = False
 
 
@@ -111,6 +135,17 @@ class Qwen3VLText(TextTower, Qwen3):
     architecture: ClassVar[str] = "Qwen3VLForConditionalGeneration"
     model_type: ClassVar[str] = "qwen3_vl"
     text_type: ClassVar[str] = "qwen3_vl_text"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 128000,
+        "rms_norm_eps": 1e-6,
+    }
     tied: ClassVar[bool] = False
 
     @classmethod
