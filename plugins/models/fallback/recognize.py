@@ -74,7 +74,7 @@ def find_norms(model: Any) -> dict[str, FoundNorm]:
     found = {}
     for name, module in model.named_modules():
         given = [value for key, value in vars(module).items() if key.endswith(("eps", "epsilon"))]
-        eps = given[0] if given else None
+        eps: Any = given[0] if given else None
         weight = module._parameters.get("weight")
         alone = (
             isinstance(eps, float)
