@@ -20,7 +20,7 @@ from engine.core.layers.kv_scale_reader import KVScaleReader
 from engine.core.layers.layer_classes import PLAIN
 from engine.core.layers.linear import Linear, PartialLinear
 from engine.core.layers.lm_head import AdjustedHead, LinearHead, OutputLayer, VocabShards
-from engine.core.layers.rotary import RotaryEmbedding, RotarySpec
+from engine.core.layers.rotary import GrowingRotary, RotaryEmbedding, RotarySpec
 from engine.core.layers.sinks import SinkReader
 from engine.core.plugin_host.faults import blame, expect
 from engine.core.quant.base import (
@@ -410,7 +410,8 @@ class SingleLayerFactory(ExpertLayers):
     def rotary(self, spec: RotarySpec) -> RotaryEmbedding:
         """A rotary embedding. Frequencies stored in older checkpoints are not read."""
         self.ignore("*.rotary_emb.inv_freq")
-        return self._classes.rotary(evolve(spec, max_len=spec.max_len or self.max_len), self.dtype, self.device)
+        made = self._classes.rotary(evolve(spec, max_len=spec.max_len or self.max_len), self.dtype, self.device)
+        return GrowingRotary(made, spec, self.dtype) if spec.query_growth else made
 
     def attention(
         self,

@@ -8,7 +8,7 @@ from attrs import evolve
 from engine.core.weights import read_key
 from engine.plugins.models.config_keys import ConfigKeys
 from engine.plugins.models.decoder import Decoder
-from engine.plugins.models.decoder_config import DecoderConfig, parse_decoder, windows_by_type, with_theta
+from engine.plugins.models.decoder_config import DecoderConfig, parse_decoder, windows_by_type, with_rope, with_theta
 from engine.plugins.models.sparse import TRAINING_KEYS, SparseConfig, routing_spec
 
 WINDOW = 128
@@ -41,9 +41,7 @@ class GptOss(Decoder):
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
         """Without layer_types, layers 0, 2, 4 and so on have the window."""
-        if config.get("rope_parameters") is None and not config.get("rope_scaling"):
-            config = {**config, "rope_parameters": ROPE}
-        shape = parse_decoder(with_theta(config, THETA))
+        shape = parse_decoder(with_theta(with_rope(config, ROPE), THETA))
         window = read_key(config, "sliding_window", int, WINDOW, least=1)
         windows = windows_by_type(config, shape.num_layers, window, "sliding_window is null")
         bias = read_key(config, "attention_bias", bool, True)

@@ -1,4 +1,4 @@
-"""The language models of checkpoints that also read images: Gemma 3, Mistral Small 3.1 and later, Qwen3-VL.
+"""The language models of checkpoints that also read images: Gemma 3, Mistral Small 3.1 and 3.2, Ministral 3, Qwen3-VL.
 
 The language model is loaded alone, and computes what the whole model computes for text.
 """
@@ -12,6 +12,7 @@ from engine.core.layers import LayerFactory
 from engine.plugins.models.decoder import Decoder
 from engine.plugins.models.decoder_config import DecoderConfig, with_theta
 from engine.plugins.models.gemma3 import Gemma3
+from engine.plugins.models.ministral3 import Ministral3
 from engine.plugins.models.mistral import Mistral
 from engine.plugins.models.qwen3 import Qwen3
 
@@ -45,6 +46,8 @@ class TextTower(Decoder):
 
     text_type: ClassVar[str]
     """The model_type of text_config."""
+    implied_type: ClassVar[str] = ""
+    """The model_type that a text_config without one has. Empty: text_type."""
     defaults: ClassVar[Mapping[str, Any]]
     """Values of keys that text_config may lack: transformers writes only those that differ from its own class's."""
     tied: ClassVar[bool]
@@ -58,10 +61,11 @@ class TextTower(Decoder):
             return refusal
         if not isinstance(text, Mapping):
             return "config.json lacks text_config, the table of the language model; fetch it again"
-        if text.get("model_type", cls.text_type) != cls.text_type:
+        kind = text.get("model_type", cls.implied_type or cls.text_type)
+        if kind != cls.text_type:
             return (
-                f"config.json has text_config.model_type: {text['model_type']!r}, a language model that"
-                f" {cls.architecture} with {cls.text_type!r} does not compute"
+                f"the language model of config.json (text_config.model_type) is {kind!r}, and this computes"
+                f" {cls.architecture} with {cls.text_type!r}"
             )
         return None
 
@@ -111,7 +115,7 @@ class Gemma3Text(TextTower, Gemma3):
 
 
 class Mistral3Text(TextTower, Mistral):
-    """Mistral Small 3.1 and its successors without their vision tower."""
+    """Mistral Small 3.1 and 3.2 without their vision tower."""
 
     architecture: ClassVar[str] = "Mistral3ForConditionalGeneration"
     model_type: ClassVar[str] = "mistral3"
@@ -125,6 +129,27 @@ class Mistral3Text(TextTower, Mistral):
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-6,
+    }
+    tied: ClassVar[bool] = False
+
+
+class Ministral3Text(TextTower, Ministral3):
+    """Ministral 3 and Devstral 2 without their vision tower."""
+
+    architecture: ClassVar[str] = "Mistral3ForConditionalGeneration"
+    model_type: ClassVar[str] = "mistral3"
+    text_type: ClassVar[str] = "ministral3"
+    implied_type: ClassVar[str] = "mistral"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 131072,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
     }
     tied: ClassVar[bool] = False
 

@@ -23,7 +23,7 @@ from .write_family import write_plain
 
 PROMPT = [(37 * place) % 500 for place in range(40)]
 KINDS = [name for name, family in FAMILIES.items() if family.reads_images]
-"""Their model_types."""
+"""Their names."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,7 +54,9 @@ def test_text_logits_equal_transformers_under_both_names_of_the_tensors(kind: st
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_model_accepts_each_checkpoint(kind: str) -> None:
     library: Any = transformers
-    config = json.loads(library.AutoConfig.for_model(kind, **FAMILIES[kind].config).to_json_string())
+    config = json.loads(
+        library.AutoConfig.for_model(FAMILIES[kind].reference or kind, **FAMILIES[kind].config).to_json_string()
+    )
     models = load_plugins().models
     accepting = [name for name in models.names() if models.get(name).load().refuses(config) is None]
     assert accepting == [FAMILIES[kind].plugin or kind]
@@ -68,13 +70,15 @@ def test_checkpoint_without_a_text_config_is_refused() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoint_with_another_language_model_is_refused(kind: str) -> None:
     library: Any = transformers
-    config = json.loads(library.AutoConfig.for_model(kind, **FAMILIES[kind].config).to_json_string())
+    config = json.loads(
+        library.AutoConfig.for_model(FAMILIES[kind].reference or kind, **FAMILIES[kind].config).to_json_string()
+    )
     cls: Any = load_plugins().models.get(FAMILIES[kind].plugin or kind).load()
     own = config["text_config"]["model_type"]
     assert cls.refuses(config) is None
     refusal = cls.refuses({**config, "text_config": {**config["text_config"], "model_type": "phi3"}})
     assert refusal is not None
-    assert "text_config.model_type: 'phi3'" in refusal
+    assert "(text_config.model_type) is 'phi3'" in refusal
     assert f"{cls.architecture} with {own!r}" in refusal
 
 
@@ -89,10 +93,10 @@ def network(cls: Any, config: dict[str, Any]) -> tuple[DecoderConfig, list[tuple
 def test_keys_that_text_config_lacks_have_the_defaults_of_transformers(kind: str) -> None:
     library: Any = transformers
     cls: Any = load_plugins().models.get(FAMILIES[kind].plugin or kind).load()
-    config = {"architectures": [cls.architecture], "model_type": kind}
+    config = {"architectures": [cls.architecture], "model_type": cls.model_type}
     full = json.loads(library.CONFIG_MAPPING[cls.text_type]().to_json_string(use_diff=False))
     written = {**full, "pad_token_id": None, "tie_word_embeddings": cls.tied}
-    found, expected = ({**config, "text_config": text} for text in ({}, written))
+    found, expected = ({**config, "text_config": text} for text in ({"model_type": cls.text_type}, written))
     assert cls.refuses(found) is None
     assert cls.spec(found) == cls.spec(expected)
     assert network(cls, found) == network(cls, expected)

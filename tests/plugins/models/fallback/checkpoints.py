@@ -30,18 +30,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
     },
     "olmo": {"clip_qkv": 8.0, "initializer_range": 2.0},
-    "ministral3": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 32.0,
-            "original_max_position_embeddings": 40,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        }
-    },
+    "ministral3": {},
 }
 """model_type -> keys of config.json. Fused projections with biases and partial rotation; two kinds of layers, one
 without rotation, and scaled logits; values narrower than keys; experts and multipliers; gated attention, which views
-what the attention function returns; queries, keys and values limited to 8; queries that grow from position 40 on."""
+what the attention function returns; queries, keys and values limited to 8; queries that grow from position 16 on."""
