@@ -32,6 +32,16 @@ LONGROPE = {
     "attention_factor": 1.3,
 }
 """The short factors apply if the longest context served is at most original_max_position_embeddings."""
+GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""Queries grow from position 16 on."""
 OWN_WAYS: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 20, "sliding_window": 24},
     "gemma3_text": {
@@ -60,6 +70,7 @@ OWN_WAYS: dict[str, dict[str, Any]] = {
         },
     },
     "ministral": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    "ministral3": {"rope_parameters": GROWING},
     "starcoder2": {"sliding_window": 24, "hidden_act": "gelu_pytorch_tanh"},
     "cohere2": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.3},
     "smollm3": {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 24},

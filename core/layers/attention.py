@@ -42,7 +42,9 @@ class Attention:
         qkv: [tokens, (heads + 2 * kv_heads) * head_dim], this rank's queries, keys and values concatenated; may be
         overwritten. angles: None: queries and keys are not rotated.
         """
-        q, k, v = self._project(run, qkv, angles)
+        q, k, v = self._project(run, qkv, angles if angles is None else angles[:2])
+        if angles is not None and len(angles) > 2:
+            q.mul_(angles[2])
         return run.attention.forward(self.layer, q, k, v, run.plan).flatten(1)
 
     def _project(

@@ -20,7 +20,7 @@ from engine.core.layers.kv_scale_reader import KVScaleReader
 from engine.core.layers.layer_classes import PLAIN
 from engine.core.layers.linear import Linear, PartialLinear
 from engine.core.layers.lm_head import AdjustedHead, LinearHead, OutputLayer, VocabShards
-from engine.core.layers.rotary import RotaryEmbedding, RotarySpec
+from engine.core.layers.rotary import GrowingRotary, RotaryEmbedding, RotarySpec
 from engine.core.layers.sinks import SinkReader
 from engine.core.plugin_host.faults import blame, expect
 from engine.core.quant.base import (
@@ -214,6 +214,7 @@ class SingleLayerFactory(ExpertLayers):
         gated: bool = False,
         activation: Activation = "silu",
         stored: str = "",
+        exact_input: bool = False,
     ) -> Linear:
         """A linear layer.
 
@@ -223,7 +224,7 @@ class SingleLayerFactory(ExpertLayers):
         gated: the parts are gate and up projections of one size; call the layer by `gated` or `gated_quantized_for`.
         activation: of the gate of a gated layer. stored: name of the checkpoint's layer that holds all parts,
             one after the other; empty: each part is a layer of its own name.
-        Sizes are over all ranks.
+        exact_input: as in LinearSpec. Sizes are over all ranks.
         """
         if parallel == "column":
             for name, outputs in parts:
@@ -234,7 +235,15 @@ class SingleLayerFactory(ExpertLayers):
         if stored and parallel != "column":
             raise ConfigError(f"{stored} can only be stored in one with others if it is column-parallel")
         made = _stored_in(stored, made)
-        return self._linear(made, in_features, bias=bias, parallel=parallel, gated=gated, activation=activation)
+        return self._linear(
+            made,
+            in_features,
+            bias=bias,
+            parallel=parallel,
+            gated=gated,
+            activation=activation,
+            exact_input=exact_input,
+        )
 
     def partial_linear(
         self,
@@ -268,6 +277,7 @@ class SingleLayerFactory(ExpertLayers):
         quantized: bool = True,
         activation: Activation = "silu",
         input_activation: Activation = "silu",
+        exact_input: bool = False,
     ) -> Linear:
         if activation not in ACTIVATIONS:
             raise ConfigError(f"the activation {activation!r} is not known; {near_misses(activation, ACTIVATIONS)}")
@@ -279,6 +289,7 @@ class SingleLayerFactory(ExpertLayers):
             gated=gated,
             activation=activation,
             input_activation=input_activation,
+            exact_input=exact_input,
         )
         kernel = self._ask_quant("linear", spec) if quantized else None
         is_split_by_inputs = parallel == "row" and self.ranks > 1
@@ -303,6 +314,7 @@ class SingleLayerFactory(ExpertLayers):
         gated: bool = False,
         activation: Activation = "silu",
         input_activation: Activation = "silu",
+        exact_input: bool = False,
     ) -> LinearSpec:
         return LinearSpec(
             parts=parts,
@@ -314,6 +326,7 @@ class SingleLayerFactory(ExpertLayers):
             gated=gated,
             activation=activation,
             input_activation=input_activation,
+            exact_input=exact_input,
             ranks=self.ranks,
         )
 
@@ -397,7 +410,8 @@ class SingleLayerFactory(ExpertLayers):
     def rotary(self, spec: RotarySpec) -> RotaryEmbedding:
         """A rotary embedding. Frequencies stored in older checkpoints are not read."""
         self.ignore("*.rotary_emb.inv_freq")
-        return self._classes.rotary(evolve(spec, max_len=spec.max_len or self.max_len), self.dtype, self.device)
+        made = self._classes.rotary(evolve(spec, max_len=spec.max_len or self.max_len), self.dtype, self.device)
+        return GrowingRotary(made, spec, self.dtype) if spec.query_growth else made
 
     def attention(
         self,

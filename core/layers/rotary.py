@@ -18,8 +18,9 @@ from engine.core.errors import CheckpointError
 from engine.core.layers.base import torch_dtype
 from engine.core.weights.checkpoint import read_key
 
-Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines of a pass's positions, in the form that the attention layers of the same LayerFactory take."""
+Angles = tuple[torch.Tensor, ...]
+"""Cosines and sines of a pass's positions, in the form that the attention layers of the same LayerFactory take; with
+RotarySpec.query_growth also the factors of queries, [tokens, 1, 1]."""
 
 DEFAULT_THETA = 10000.0
 
@@ -42,6 +43,9 @@ class RotarySpec:
     max_len: int | None = None
     """Longest context that is served, by which the types dynamic and longrope choose their frequencies. None: the
     model's. All contexts use the same frequencies: keys in the cache cannot be rotated again when a context grows."""
+    query_growth: float = 0.0
+    """Rotated queries are multiplied by 1 + query_growth * log(1 + floor(position / length)), where length is the
+    parameter original_max_position_embeddings."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], head_dim: int, *, interleaved: bool = False) -> RotarySpec:
@@ -249,6 +253,22 @@ class Rotary(RotaryEmbedding):
         if self._factor != 1.0:
             cos, sin = cos * self._factor, sin * self._factor
         return cos.to(self._dtype), sin.to(self._dtype)
+
+
+class GrowingRotary(RotaryEmbedding):
+    """A rotary embedding, and the factors of queries by RotarySpec.query_growth."""
+
+    def __init__(self, rotary: RotaryEmbedding, spec: RotarySpec, dtype: str) -> None:
+        self._rotary = rotary
+        self._growth = spec.query_growth
+        self._length = _read(spec.parameters, "original_max_position_embeddings", int, least=1)
+        self._dtype = torch_dtype(dtype)
+
+    def angles(self, positions: torch.Tensor) -> Angles:
+        """positions: [tokens] int64 -> the angles of the rotary embedding, and the factors: [tokens, 1, 1]."""
+        lengths = positions.div(self._length, rounding_mode="floor").float()
+        factors = 1 + self._growth * torch.log(1 + lengths)
+        return (*self._rotary.angles(positions), factors.to(self._dtype).view(-1, 1, 1))
 
 
 def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:

@@ -89,6 +89,8 @@ class LinearSpec:
     input_activation: Activation = "silu"
     """The activation that makes the input of the layer, if that is a gated layer's result: what
     `FusedInputQuantization.activate_and_quantize` computes."""
+    exact_input: bool = False
+    """Whether the input must not be quantized: the layer is applied to the identity at load, to read its weights."""
     ranks: int = 1
     """Number of ranks. They divide the outputs (column) or inputs (row) evenly."""
 

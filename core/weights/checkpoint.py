@@ -24,6 +24,8 @@ T = TypeVar("T", int, float, bool)
 
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files next to config.json in which some programs describe how they have quantized a checkpoint."""
+TEXT_KEYS = ("eos_token_id", "quantization_config")
+"""Keys that config.json may have under text_config, the table of the language model, instead of next to it."""
 FILES = "files"
 """Key of a quantization_config under which the QUANTIZATION_FILES of the checkpoint are found, by name."""
 
@@ -36,7 +38,8 @@ class Checkpoint:
 
     path: Path
     config: Mapping[str, Any]
-    """config.json. Its quantization_config also holds the checkpoint's QUANTIZATION_FILES, under "files"."""
+    """config.json, with the TEXT_KEYS of its text_config that it lacks itself. Its quantization_config also holds the
+    checkpoint's QUANTIZATION_FILES, under "files"."""
     generation_config: Mapping[str, Any]
     """generation_config.json; empty without that file."""
 
@@ -53,7 +56,7 @@ class Checkpoint:
         wanted = generation_config != "none" and generation.is_file()
         return cls(
             path=directory,
-            config=_with_quantization_files(read_json(directory / CONFIG), directory),
+            config=_with_quantization_files(_with_text_keys(read_json(directory / CONFIG)), directory),
             generation_config=read_json(generation) if wanted else {},
         )
 
@@ -85,6 +88,14 @@ class Checkpoint:
                 )
             return frozenset(tokens)
         return frozenset()
+
+
+def _with_text_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """config.json with the TEXT_KEYS of its text_config that are missing or null next to it."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return config
+    return {**config, **{key: text[key] for key in TEXT_KEYS if key in text and config.get(key) is None}}
 
 
 def _with_quantization_files(config: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from engine.core.hooks import Register, hookimpl, lazy
 
 CAUSAL = (
-    *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3"),
+    *("Llama", "Mistral", "Ministral", "Ministral3", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3"),
     *("Olmo2", "Olmo3", "Granite", "SmolLM3", "Glm4", "Starcoder2", "Cohere2"),
 )
 """Classes of language models, each in a module of its name."""
@@ -20,6 +20,7 @@ SPARSE = (
 TEXT_TOWERS = (
     ("gemma3-multimodal", "Gemma3Text", "Gemma3ForConditionalGeneration"),
     ("mistral3", "Mistral3Text", "Mistral3ForConditionalGeneration"),
+    ("ministral3-multimodal", "Ministral3Text", "Mistral3ForConditionalGeneration"),
     ("qwen3-vl", "Qwen3VLText", "Qwen3VLForConditionalGeneration"),
 )
 """Name, class and architecture of checkpoints whose language model is loaded alone."""

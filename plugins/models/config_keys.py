@@ -150,6 +150,8 @@ class ConfigKeys:
     neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
     """Keys that the architecture accepts with these values only."""
     without_effect: frozenset[str] = WITHOUT_EFFECT
+    rope_keys: frozenset[str] = EVERY_ROPE_TYPE
+    """Keys of rope parameters that are known for every rope type."""
     ropes_by_type: bool = False
     """Whether rope parameters are tables by kind of layer."""
 
@@ -165,6 +167,10 @@ class ConfigKeys:
     def ignoring(self, *keys: str) -> ConfigKeys:
         """This table, and more keys that do not change logits."""
         return evolve(self, read=self.read.difference(keys), without_effect=self.without_effect.union(keys))
+
+    def reading_rope(self, *keys: str) -> ConfigKeys:
+        """This table, and more keys of rope parameters that are known."""
+        return evolve(self, rope_keys=self.rope_keys.union(keys))
 
     def with_ropes_by_type(self) -> ConfigKeys:
         """This table, for rope parameters by kind of layer."""
@@ -192,11 +198,13 @@ class ConfigKeys:
         found = {key for key in config if key not in self.known and not key.startswith("_")}
         if self.ropes_by_type:
             tables = config.get("rope_parameters") or {}
-            found |= {key for kind in tables for key in _unknown_rope_keys(f"rope_parameters.{kind}", tables[kind])}
-            return sorted(found | _unknown_rope_keys("rope_scaling", config.get("rope_scaling")))
+            found |= {
+                key for kind in tables for key in self._unknown_rope_keys(f"rope_parameters.{kind}", tables[kind])
+            }
+            return sorted(found | self._unknown_rope_keys("rope_scaling", config.get("rope_scaling")))
         for name in ("rope_scaling", "rope_parameters"):
             if config.get(name):
-                found |= _unknown_rope_keys(name, config[name])
+                found |= self._unknown_rope_keys(name, config[name])
                 break  # the other table is not read
         return sorted(found)
 
@@ -226,13 +234,12 @@ class ConfigKeys:
             return "config.json has rope_theta: null; give the number that the model was trained with"
         return None
 
-
-def _unknown_rope_keys(name: str, table: Mapping[str, Any] | None) -> set[str]:
-    """Keys of a table of rope parameters that are not read, as NAME.KEY."""
-    if not table:
-        return set()
-    known = EVERY_ROPE_TYPE | ROPE_KEYS[str(table.get("rope_type") or table.get("type") or "default")]
-    return {f"{name}.{key}" for key in table if key not in known and table[key] is not None}
+    def _unknown_rope_keys(self, name: str, table: Mapping[str, Any] | None) -> set[str]:
+        """Keys of a table of rope parameters that are not read, as NAME.KEY."""
+        if not table:
+            return set()
+        known = self.rope_keys | ROPE_KEYS[str(table.get("rope_type") or table.get("type") or "default")]
+        return {f"{name}.{key}" for key in table if key not in known and table[key] is not None}
 
 
 def _not_computed(key: str, value: Any, accepted: tuple[Any, ...]) -> str:

@@ -201,6 +201,12 @@ def with_theta(config: Mapping[str, Any], theta: float) -> Mapping[str, Any]:
     return config if "rope_theta" in config or "rope_theta" in table else {**config, "rope_theta": theta}
 
 
+def with_rope(config: Mapping[str, Any], table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """config.json with these rope parameters, if it has no table of them."""
+    lacks = config.get("rope_parameters") is None and not config.get("rope_scaling")
+    return {**config, "rope_parameters": table} if lacks else config
+
+
 def layer_types(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...] | None:
     """The kind of each layer, one of LAYER_TYPES. None: the file has no layer_types.
 

@@ -144,7 +144,10 @@ class LatentAttention:
         self.latent = layers.linear([(f"{name}.kv_a_proj_with_mqa", shape.latent + shape.rotated)], hidden)
         self.keys = layers.latent_keys(f"{name}.kv_a_layernorm", shape.latent, shape.rotated, LATENT_EPS)
         expand = layers.linear(
-            [(f"{name}.kv_b_proj", heads * (shape.unrotated + shape.value))], shape.latent, parallel="column"
+            [(f"{name}.kv_b_proj", heads * (shape.unrotated + shape.value))],
+            shape.latent,
+            parallel="column",
+            exact_input=True,
         )
         self.heads = HeadMatrices(expand, shape, layers)
         layers.layers.append(self.heads)  # after `expand`, from whose weights it is filled

@@ -8,11 +8,22 @@ from attrs import evolve
 from engine.core.weights import read_key
 from engine.plugins.models.config_keys import ConfigKeys
 from engine.plugins.models.decoder import Decoder
-from engine.plugins.models.decoder_config import DecoderConfig, parse_decoder, windows_by_type
+from engine.plugins.models.decoder_config import DecoderConfig, parse_decoder, windows_by_type, with_rope, with_theta
 from engine.plugins.models.sparse import TRAINING_KEYS, SparseConfig, routing_spec
 
 WINDOW = 128
 """Sliding window if config.json has no key for it."""
+ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""Rope parameters if config.json has no table of them."""
+THETA = 150000.0
+"""rope_theta if config.json has no key for it."""
 
 
 class GptOss(Decoder):
@@ -30,7 +41,7 @@ class GptOss(Decoder):
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
         """Without layer_types, layers 0, 2, 4 and so on have the window."""
-        shape = parse_decoder(config)
+        shape = parse_decoder(with_theta(with_rope(config, ROPE), THETA))
         window = read_key(config, "sliding_window", int, WINDOW, least=1)
         windows = windows_by_type(config, shape.num_layers, window, "sliding_window is null")
         bias = read_key(config, "attention_bias", bool, True)

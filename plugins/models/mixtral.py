@@ -8,8 +8,11 @@ from attrs import evolve
 from engine.core.weights import read_key
 from engine.plugins.models.config_keys import ConfigKeys
 from engine.plugins.models.decoder import Decoder
-from engine.plugins.models.decoder_config import DecoderConfig, parse_decoder
+from engine.plugins.models.decoder_config import DecoderConfig, parse_decoder, with_theta
 from engine.plugins.models.sparse import TRAINING_KEYS, SparseConfig, routing_spec
+
+THETA = 1e6
+"""rope_theta if config.json has no key for it."""
 
 
 class Mixtral(Decoder):
@@ -26,7 +29,7 @@ class Mixtral(Decoder):
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        shape = parse_decoder(config)
+        shape = parse_decoder(with_theta(config, THETA))
         window = None
         if config.get("sliding_window") is not None:
             window = read_key(config, "sliding_window", int, least=1)

@@ -1,4 +1,4 @@
-"""The language models of checkpoints that also read images: Gemma 3, Mistral Small 3.1 and later, Qwen3-VL.
+"""The language models of checkpoints that also read images: Gemma 3, Mistral Small 3.1 and 3.2, Ministral 3, Qwen3-VL.
 
 The language model is loaded alone, and computes what the whole model computes for text.
 """
@@ -12,6 +12,7 @@ from engine.core.layers import LayerFactory
 from engine.plugins.models.decoder import Decoder
 from engine.plugins.models.decoder_config import DecoderConfig, with_theta
 from engine.plugins.models.gemma3 import Gemma3
+from engine.plugins.models.ministral3 import Ministral3
 from engine.plugins.models.mistral import Mistral
 from engine.plugins.models.qwen3 import Qwen3
 
@@ -43,15 +44,30 @@ IMAGE_KEYS = {
 class TextTower(Decoder):
     """Mixin of a language model within a larger one: placed before its class, builds the model from text_config."""
 
+    text_type: ClassVar[str]
+    """The model_type of text_config."""
+    implied_type: ClassVar[str] = ""
+    """The model_type that a text_config without one has. Empty: text_type."""
+    defaults: ClassVar[Mapping[str, Any]]
+    """Values of keys that text_config may lack: transformers writes only those that differ from its own class's."""
     tied: ClassVar[bool]
     """Whether a file without tie_word_embeddings means a tied LM head."""
 
     @classmethod
     def refuses(cls, config: Mapping[str, Any]) -> str | None:
-        refusal = super().refuses({**config, "text_config": config.get("text_config") or {}})
-        if refusal is None and not isinstance(config.get("text_config"), Mapping):
+        text = config.get("text_config")
+        refusal = super().refuses({**config, "text_config": text or {}})
+        if refusal is not None:
+            return refusal
+        if not isinstance(text, Mapping):
             return "config.json lacks text_config, the table of the language model; fetch it again"
-        return refusal
+        kind = text.get("model_type", cls.implied_type or cls.text_type)
+        if kind != cls.text_type:
+            return (
+                f"the language model of config.json (text_config.model_type) is {kind!r}, and this computes"
+                f" {cls.architecture} with {cls.text_type!r}"
+            )
+        return None
 
     @classmethod
     def unknown_keys(cls, config: Mapping[str, Any]) -> Sequence[str]:
@@ -60,9 +76,9 @@ class TextTower(Decoder):
 
     @classmethod
     def normalized(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """text_config, and the SHARED_KEYS next to it."""
+        """text_config with the defaults, and the SHARED_KEYS next to it."""
         shared = {key: config[key] for key in SHARED_KEYS if key in config}
-        return super().normalized({"tie_word_embeddings": cls.tied, **config["text_config"], **shared})
+        return super().normalized({"tie_word_embeddings": cls.tied, **cls.defaults, **config["text_config"], **shared})
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
@@ -82,14 +98,59 @@ class Gemma3Text(TextTower, Gemma3):
 
     architecture: ClassVar[str] = "Gemma3ForConditionalGeneration"
     model_type: ClassVar[str] = "gemma3"
+    text_type: ClassVar[str] = "gemma3_text"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "query_pre_attn_scalar": 256,
+    }
     tied: ClassVar[bool] = True
 
 
 class Mistral3Text(TextTower, Mistral):
-    """Mistral Small 3.1 and its successors without their vision tower."""
+    """Mistral Small 3.1 and 3.2 without their vision tower."""
 
     architecture: ClassVar[str] = "Mistral3ForConditionalGeneration"
     model_type: ClassVar[str] = "mistral3"
+    text_type: ClassVar[str] = "mistral"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+    }
+    tied: ClassVar[bool] = False
+
+
+class Ministral3Text(TextTower, Ministral3):
+    """Ministral 3 and Devstral 2 without their vision tower."""
+
+    architecture: ClassVar[str] = "Mistral3ForConditionalGeneration"
+    model_type: ClassVar[str] = "mistral3"
+    text_type: ClassVar[str] = "ministral3"
+    implied_type: ClassVar[str] = "mistral"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 131072,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
+    }
     tied: ClassVar[bool] = False
 
 
@@ -98,6 +159,18 @@ class Qwen3VLText(TextTower, Qwen3):
 
     architecture: ClassVar[str] = "Qwen3VLForConditionalGeneration"
     model_type: ClassVar[str] = "qwen3_vl"
+    text_type: ClassVar[str] = "qwen3_vl_text"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 128000,
+        "rms_norm_eps": 1e-6,
+    }
     tied: ClassVar[bool] = False
 
     @classmethod

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
+from attrs import evolve
 
 from engine.core.quant import LinearSpec
 from engine.plugins.quant.w8_cpu import DequantizeAtLoadKernel, IntegerKernel
@@ -28,6 +29,8 @@ class W8Kernels:
 
     def make(self, spec: LinearSpec, form: W8Format) -> W8Kernel:
         """The kernel of one layer. Raises CheckpointError where sharding the layer would cut blocks."""
+        if spec.exact_input:
+            form = evolve(form, activations=NONE)
         kernel = self._kernel(spec, form)
         self._log_once(kernel, form)
         return kernel

@@ -10,14 +10,12 @@ from torch import nn
 
 from engine.plugins.models.fallback.errors import RefusedError
 from engine.plugins.models.fallback.library import decoder_name, decoder_of
+from engine.plugins.models.fallback.recognize import SCALES
 
 if TYPE_CHECKING:
     from engine.core.layers import OutputLayer
     from engine.plugins.models.fallback.modules import HeadModule
     from engine.plugins.models.fallback.trace import Blueprint
-
-ROWS = 3
-"""Rows of the trial."""
 
 
 class _Result:
@@ -95,8 +93,9 @@ class Head:
     def _adds_nothing(self, blueprint: Blueprint) -> bool:
         """Whether the output layer gets the hidden states as they are, and its logits are returned as they are."""
         generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(ROWS, blueprint.hidden_size, generator=generator)
-        logits = torch.randn(1, ROWS, blueprint.vocab_size, generator=generator)
+        scales = torch.tensor(SCALES)[:, None]
+        hidden = scales * torch.randn(len(SCALES), blueprint.hidden_size, generator=generator)
+        logits = scales * torch.randn(1, len(SCALES), blueprint.vocab_size, generator=generator)
         trial = _Trial(logits)
         self._shell._modules[self._name] = trial
         try:

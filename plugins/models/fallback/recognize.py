@@ -1,7 +1,7 @@
 """Recognizes modules that compute what layers of the engine compute, by what they return for random inputs.
 
 Names and source code say nothing: a module is replaced only if its own forward, with small or random weights, returns
-what the engine's layer returns.
+what the engine's layer returns, for inputs of all SCALES and positions of the whole context.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from engine.plugins.models.fallback.trace import Blueprint
 
 TOKENS, SMALL, WIDE = 5, 6, 10
 """Sizes of trial inputs: tokens, and features of small linear modules."""
+SCALES = (1e-3, 1.0, 1e2, 1e4)
+"""Sizes of trial values. Small ones show what is added to them, and large ones where they are limited."""
 TOLERANCE = 1e-5
 ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -72,24 +74,26 @@ def find_norms(model: Any) -> dict[str, FoundNorm]:
     found = {}
     for name, module in model.named_modules():
         given = [value for key, value in vars(module).items() if key.endswith(("eps", "epsilon"))]
-        eps = given[0] if given else None
+        eps: Any = given[0] if given else None
         weight = module._parameters.get("weight")
         alone = (
-            weight is not None
+            isinstance(eps, float)
+            and weight is not None
+            and weight.dim() == 1
             and list(module._parameters) == ["weight"]
             and not module._modules
             and not module._buffers
         )
-        if alone and isinstance(eps, float) and weight.dim() == 1 and _is_norm(module, eps):
+        if alone and all(_is_norm(module, eps, scale) for scale in SCALES):
             found[name] = FoundNorm(name=name, size=len(weight), eps=eps)
     return found
 
 
-def _is_norm(module: Any, eps: float) -> bool:
-    """Whether a module computes weight * x / rms(x)."""
+def _is_norm(module: Any, eps: float, scale: float) -> bool:
+    """Whether a module computes weight * x / rms(x). scale: size of x and of the weight."""
     draw = _draws()
-    trial = _with_weight(module, draw)
-    x = draw(TOKENS, len(trial.weight))
+    trial = _with_weight(module, draw, scale)
+    x = draw(TOKENS, len(trial.weight)) * scale
     return _returns(lambda: trial(x), F.rms_norm(x, trial.weight.shape, trial.weight, eps))
 
 
@@ -105,20 +109,21 @@ def find_gated(model: Any, blueprint: Blueprint) -> dict[str, FoundGated]:
             continue
         [down] = set(names) - set(siblings)
         for (gate, up), activation in product((siblings, siblings[::-1]), ACTIVATIONS):
-            if _is_gated(modules[parent], activation, *(name.rpartition(".")[2] for name in (gate, up, down))):
+            linear = [name.rpartition(".")[2] for name in (gate, up, down)]
+            if all(_is_gated(modules[parent], activation, *linear, scale=scale) for scale in SCALES):
                 found[parent] = FoundGated(name=parent, gate=gate, up=up, down=down, activation=activation)
                 break
     return found
 
 
-def _is_gated(module: nn.Module, activation: Activation, gate: str, up: str, down: str) -> bool:
-    """Whether a module computes down(act(gate(x)) * up(x)), tried with small linear modules."""
+def _is_gated(module: nn.Module, activation: Activation, gate: str, up: str, down: str, *, scale: float) -> bool:
+    """Whether a module computes down(act(gate(x)) * up(x)), tried with small linear modules. scale: size of x."""
     draw = _draws()
     small = {gate: nn.Linear(SMALL, WIDE), up: nn.Linear(SMALL, WIDE), down: nn.Linear(WIDE, SMALL)}
     for one in small.values():
         one.weight.data, one.bias.data = draw(*one.weight.shape), draw(*one.bias.shape)
     trial = _with_modules(module, small)
-    x = draw(1, TOKENS, SMALL)
+    x = draw(1, TOKENS, SMALL) * scale
     return _returns(lambda: trial(x), small[down](ACTIVATIONS[activation](small[gate](x)) * small[up](x)))
 
 
@@ -137,10 +142,11 @@ def find_rotary(model: Any, config: Mapping[str, Any], blueprint: Blueprint) -> 
     shell._modules = {"rotary": trial}
     make_buffers(shell, "cpu", frozenset())
     frequencies, factor = spec.frequencies()
-    positions = torch.tensor([[0, 1, 7, 100, 1000]])
-    angles = positions[0, :, None] * torch.cat((frequencies, frequencies))
+    positions = _trial_positions(blueprint.max_len)
+    angles = positions[:, None] * torch.cat((frequencies, frequencies))
     wanted = torch.stack((angles.cos(), angles.sin())) * factor
-    return spec if _returns(lambda: torch.stack(trial(torch.zeros(1, 5, 1), positions))[:, 0], wanted) else None
+    x = torch.zeros(1, len(positions), 1)
+    return spec if _returns(lambda: torch.stack(trial(x, positions[None]))[:, 0], wanted) else None
 
 
 def find_attention(
@@ -149,6 +155,8 @@ def find_attention(
     """The attention modules of a model that rotate halves of heads by `rotary`, by name."""
     found: dict[str, FoundAttention] = {}
     modules = dict(model.named_modules())
+    positions = _trial_positions(blueprint.max_len)
+    trials = [(positions, 1.0), *((positions[:TOKENS], scale) for scale in SCALES if scale != 1.0)]
     callers = [call.module for call in blueprint.calls]
     for layer, call in enumerate(blueprint.calls):
         module = modules[call.module]
@@ -179,30 +187,33 @@ def find_attention(
                 norms=pair,
                 eps=norms[heads[0]].eps if heads else 0.0,
             )
-            if _attends(module, one, rotary):
+            if all(_attends(module, one, rotary, *trial) for trial in trials):
                 found[call.module] = one
                 break
     return found
 
 
 class _Fixed(nn.Module):
-    """Stands in for a linear module: returns a given tensor, or its input if there is none."""
+    """Stands in for a linear module: returns a copy of a given tensor, or its input if there is none."""
 
     def __init__(self, result: torch.Tensor | None) -> None:
         super().__init__()
         self._result = result
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The given tensor, or x."""
-        return x if self._result is None else self._result
+        """A copy of the given tensor, which the caller may change, or x."""
+        return x if self._result is None else self._result.clone()
 
 
-def _attends(module: Any, one: FoundAttention, rotary: RotarySpec) -> bool:
-    """Whether a module's forward norms, rotates and passes on what its projections return, tried on random heads."""
-    call, draw = one.call, _draws()
+def _attends(module: Any, one: FoundAttention, rotary: RotarySpec, positions: torch.Tensor, scale: float) -> bool:
+    """Whether a module's forward norms, rotates and passes on what its projections return, tried on random heads.
+
+    scale: size of the heads, of what attention returns for them, and of the norms' weights.
+    """
+    call, draw, tokens = one.call, _draws(), len(positions)
     counts = (call.heads, call.kv_heads, call.kv_heads)
-    q, k, v = (draw(TOKENS, count, call.key_dim) for count in counts)
-    attended = draw(1, TOKENS, call.heads, call.value_dim)
+    q, k, v = (draw(tokens, count, call.key_dim) * scale for count in counts)
+    attended = draw(1, tokens, call.heads, call.value_dim) * scale
     fixed: dict[str, nn.Module] = {
         name.rpartition(".")[2]: _Fixed(tensor.flatten(1)[None])
         for name, tensor in zip(one.qkv, (q, k, v), strict=True)
@@ -210,14 +221,14 @@ def _attends(module: Any, one: FoundAttention, rotary: RotarySpec) -> bool:
     fixed[one.output.rpartition(".")[2]] = _Fixed(None)
     if one.norms:
         short = [name.rpartition(".")[2] for name in one.norms]
-        trials = {name: _with_weight(module._modules[name], draw) for name in short}
+        trials = {name: _with_weight(module._modules[name], draw, scale) for name in short}
         fixed |= trials
         q, k = (
             F.rms_norm(heads, (call.key_dim,), trials[name].weight, one.eps)
             for heads, name in zip((q, k), short, strict=True)
         )
     frequencies, factor = rotary.frequencies()
-    angles = torch.arange(TOKENS)[:, None] * 7 * torch.cat((frequencies, frequencies))
+    angles = positions[:, None] * torch.cat((frequencies, frequencies))
     cos, sin = angles.cos() * factor, angles.sin() * factor
     signed = torch.cat((-sin[:, : len(frequencies)], sin[:, len(frequencies) :]), -1)
     wanted = [rotate(heads, (cos[:, None], signed[:, None])) for heads in (q, k)]
@@ -231,16 +242,22 @@ def _attends(module: Any, one: FoundAttention, rotary: RotarySpec) -> bool:
     trial.engine_attention = serve
     if not _returns(
         lambda: trial(
-            hidden_states=draw(1, TOKENS, SMALL),
+            hidden_states=draw(1, tokens, SMALL),
             position_embeddings=(cos[None], sin[None]),
             attention_mask=None,
-            position_ids=torch.arange(TOKENS)[None] * 7,
+            position_ids=positions[None],
             use_cache=False,
         )[0],
         attended.flatten(2),
     ):
         return False
     return len(seen) == 3 and all(_close(*pair) for pair in zip(seen, (*wanted, v), strict=True))
+
+
+def _trial_positions(max_len: int) -> torch.Tensor:
+    """Positions across a whole context, since a module may treat those beyond some length in another way."""
+    found = {0, 7, max_len // 2, max_len - 1, *(4**power for power in range(max_len.bit_length()))}
+    return torch.tensor(sorted(position for position in found if position < max_len))
 
 
 def _with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> Any:
@@ -250,10 +267,10 @@ def _with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> Any:
     return trial
 
 
-def _with_weight(module: Any, draw: Callable[..., torch.Tensor]) -> Any:
-    """A copy of a norm on the CPU with a random weight."""
+def _with_weight(module: Any, draw: Callable[..., torch.Tensor], scale: float) -> Any:
+    """A copy of a norm on the CPU with a random weight of size `scale`."""
     trial = copy.copy(module)
-    trial._parameters = {"weight": nn.Parameter(1 + 0.3 * draw(*module.weight.shape), requires_grad=False)}
+    trial._parameters = {"weight": nn.Parameter((1 + 0.3 * draw(*module.weight.shape)) * scale, requires_grad=False)}
     return trial
 
 

@@ -229,6 +229,13 @@ def test_attention_equals_plain(rotary_dim: int, scaling: Any, normed: bool) -> 
     check_attention(spec, lambda layers: layers.head_norm(NORMED, 16, 1e-6) if normed else None)
 
 
+@pytest.mark.parametrize("normed", [False, True])
+def test_attention_with_growing_queries_equals_plain(normed: bool) -> None:
+    parameters = {"original_max_position_embeddings": 64}
+    spec = RotarySpec(rotary_dim=16, type="default", parameters=parameters, query_growth=0.5)
+    check_attention(spec, lambda layers: layers.head_norm(NORMED, 16, 1e-6) if normed else None)
+
+
 @pytest.mark.parametrize("rotary_dim", [16, 8])
 def test_interleaved_attention_equals_plain(rotary_dim: int) -> None:
     spec = RotarySpec(rotary_dim=rotary_dim, type="default", parameters={}, interleaved=True)

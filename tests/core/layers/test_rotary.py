@@ -1,5 +1,6 @@
 """Rotary embedding against transformers' own tables, and the two layouts of its parameters."""
 
+import math
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from attrs import evolve
 
 from engine.core.errors import CheckpointError
 from engine.core.layers.rotary import (
+    GrowingRotary,
     Rotary,
     RotarySpec,
     refuses_rope,
@@ -140,6 +142,18 @@ def test_angles_have_the_models_dtype() -> None:
     exact = Rotary(spec, "float32", "cpu").angles(torch.tensor([7777]))
     for ours, precise in zip(Rotary(spec, "bfloat16", "cpu").angles(torch.tensor([7777])), exact, strict=True):
         assert torch.equal(ours, precise.to(torch.bfloat16))
+
+
+def test_factors_of_growing_queries_change_at_each_multiple_of_the_original_context() -> None:
+    parameters = {"original_max_position_embeddings": 64}
+    spec = RotarySpec(rotary_dim=8, type="default", parameters=parameters, query_growth=0.1)
+    plain, positions = Rotary(spec, "float32", "cpu"), torch.tensor([0, 63, 64, 127, 128, 6400])
+    cos, sin, factors = GrowingRotary(plain, spec, "float32").angles(positions)
+    for ours, theirs in zip((cos, sin), plain.angles(positions), strict=True):
+        assert torch.equal(ours, theirs)
+    assert factors.shape == (6, 1, 1)
+    wanted = [1 + 0.1 * math.log(1 + times) for times in (0, 0, 1, 1, 2, 100)]
+    torch.testing.assert_close(factors.flatten(), torch.tensor(wanted))
 
 
 @pytest.mark.parametrize("scaling", [LLAMA3, {"rope_type": "linear", "factor": 2.0}, YARN])

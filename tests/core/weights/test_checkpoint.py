@@ -71,6 +71,21 @@ def test_eos_tokens_come_from_config(directory: Any) -> None:
     assert Checkpoint.open(directory).eos_tokens() == frozenset()
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"eos_token_id": 7, "text_config": {"eos_token_id": 8}}, {7}),
+        ({"eos_token_id": None, "text_config": {"eos_token_id": 8}}, {8}),
+        ({"text_config": {"eos_token_id": [8, 9]}}, {8, 9}),
+        ({"text_config": {"eos_token_id": None}}, set()),
+        ({"text_config": "wrong"}, set()),
+    ],
+)
+def test_eos_tokens_come_from_text_config_last(directory: Any, config: Any, expected: Any) -> None:
+    (directory / "config.json").write_text(json.dumps(config))
+    assert Checkpoint.open(directory).eos_tokens() == expected
+
+
 @pytest.mark.parametrize("stored", ["2", [1, "2"], 1.5, True])
 def test_eos_tokens_of_a_wrong_type(directory: Any, stored: Any) -> None:
     write_generation(directory, eos_token_id=stored)
@@ -103,6 +118,16 @@ def test_quantization_is_an_object_of_config_or_an_error(directory: Any) -> None
     (directory / "config.json").write_text(json.dumps({"quantization_config": "any"}))
     with pytest.raises(CheckpointError, match="quantization_config"):
         _ = Checkpoint.open(directory).quantization
+
+
+def test_quantization_comes_from_text_config_last(directory: Any) -> None:
+    first, second = {"quant_method": "first"}, {"quant_method": "second"}
+    for config, expected in (
+        ({"quantization_config": first, "text_config": {"quantization_config": second}}, first),
+        ({"text_config": {"quantization_config": second}}, second),
+    ):
+        (directory / "config.json").write_text(json.dumps(config))
+        assert Checkpoint.open(directory).quantization == expected
 
 
 def test_read_key_checks_types_and_bounds() -> None:

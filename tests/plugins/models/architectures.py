@@ -12,6 +12,7 @@ from engine.plugins.models.gpt_oss import GptOss
 from engine.plugins.models.granite import Granite
 from engine.plugins.models.llama import Llama
 from engine.plugins.models.ministral import Ministral
+from engine.plugins.models.ministral3 import Ministral3
 from engine.plugins.models.mistral import Mistral
 from engine.plugins.models.mixtral import Mixtral
 from engine.plugins.models.olmo2 import Olmo2
@@ -36,6 +37,7 @@ OTHERS: dict[str, type[Decoder]] = {
     "glm4": Glm4,
     "olmo3": Olmo3,
     "ministral": Ministral,
+    "ministral3": Ministral3,
     "starcoder2": Starcoder2,
     "cohere2": Cohere2,
 }

@@ -45,6 +45,7 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
     "mistral": Family(config={"sliding_window": 24}),
     "ministral": Family(),
+    "ministral3": Family(),
     "qwen2": Family(config={"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
     "qwen3": Family(),
     "gemma2": Family(),
@@ -86,6 +87,16 @@ FAMILIES: Mapping[str, Family] = {
         reads_images=True,
         config={
             "text_config": {**TINY, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {**VISION, "head_dim": 8, "image_size": 28, "patch_size": 14},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "ministral3-multimodal": Family(
+        module="text_tower",
+        reads_images=True,
+        reference="mistral3",
+        config={
+            "text_config": {**TINY, **OWN_WAYS["ministral3"], "model_type": "ministral3"},
             "vision_config": {**VISION, "head_dim": 8, "image_size": 28, "patch_size": 14},
             "tie_word_embeddings": False,
         },
@@ -137,4 +148,4 @@ FAMILIES: Mapping[str, Family] = {
         renamed={"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "attention_bias": True},
     ),
 }
-"""By model_type."""
+"""By model_type, or by plugin where two share a model_type."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -15,15 +16,17 @@ import torch
 import transformers
 
 from engine.core.errors import CheckpointError
+from engine.core.plugin_host import load_plugins
 from engine.core.weights.checkpoint import Checkpoint
 from engine.plugins.models.config_keys import EVERY_ROPE_TYPE, ROPE_KEYS
 from engine.plugins.models.decoder import Decoder
 from engine.plugins.models.llama import Llama
-from engine.testing.checkpoints import TINY, make_checkpoint
+from engine.testing.checkpoints import OWN_WAYS, TINY, make_checkpoint
 from engine.testing.model_bench import ModelBench
 from tests.reference_tokens import CACHE_ARGUMENT
 
 from .architectures import MODELS, PRE_NORM, SPARSE
+from .families import FAMILIES
 
 ALL = tuple(PRE_NORM)
 WITH_TYPES = ("mistral", "qwen2", "qwen3")
@@ -240,6 +243,42 @@ def test_tied_embeddings_next_to_another_head_are_refused(
     directory = changed(checkpoints[architecture], tmp_path / "model", {"tie_word_embeddings": True})
     with pytest.raises(CheckpointError, match=r"lm_head\.weight and model\.embed_tokens\.weight .* differ"):
         ModelBench(chosen(directory), directory, [PROMPT])
+
+
+ROPES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+
+
+def with_ropes(config: dict[str, Any], ropes: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with other rope keys, those of the language model."""
+    if "text_config" in config:
+        return {**config, "text_config": with_ropes(config["text_config"], ropes)}
+    return {**{key: value for key, value in config.items() if key not in ROPES}, **ropes}
+
+
+@pytest.mark.parametrize(
+    "ropes", [{}, {"rope_parameters": None}, {"rope_parameters": {}}, {"rope_theta": 7000.0}], ids=str
+)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rope_keys_that_are_missing_have_the_defaults_of_transformers(name: str, ropes: dict[str, Any]) -> None:
+    family, library = FAMILIES[name], transformers.AutoConfig
+    cls: Any = load_plugins().models.get(family.plugin or name).load()
+    kind = family.reference or name
+    made = library.for_model(kind, **{**TINY, **OWN_WAYS.get(kind, {}), **family.config})
+    stored = with_ropes(json.loads(made.to_json_string(use_diff=False)), ropes)
+    read = json.loads(type(made).from_dict(copy.deepcopy(stored)).to_json_string(use_diff=False))
+    found, expected = (
+        [
+            None if rope is None else (*rope.frequencies(), rope.query_growth)
+            for rope in cls.parse(cls.normalized(config)).ropes
+        ]
+        for config in ({**stored, **family.renamed}, {**read, **family.renamed})
+    )
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert torch.equal(ours[0], theirs[0])
+            assert ours[1:] == theirs[1:]
 
 
 def keys_of(config: Any, *sources: Any) -> set[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton
 from attrs import evolve
 
@@ -18,10 +19,13 @@ from engine.core.runner import graph_capture, start_graphs
 from engine.core.weights import Checkpoint
 from engine.plugins.attention.triton import TritonAttention
 from engine.plugins.models.deepseek_v2 import DeepseekV2
+from engine.plugins.quant.int8 import Int8
 from engine.testing.checkpoints import make_checkpoint
+from engine.testing.model_bench import ModelBench
 from engine.testing.models import ModelConformance
 from engine.testing.ranks import threaded_ranks
 from tests.core.runner.replays import ReplayByRunning
+from tests.plugins.quant.w8_packers import compressed, int8_per_channel, number, quantized, with_tensors
 from tests.reference_tokens import greedy_tokens
 
 from .families import FAMILIES
@@ -163,6 +167,22 @@ def test_what_reads_no_latent_cache_is_refused_by_a_sentence(
 ) -> None:
     with pytest.raises(PluginError, match=said):
         Engine(model=str(checkpoint), **SETTINGS, **settings)
+
+
+@pytest.mark.parametrize("input_scale", [0.001, 0.03, 2.0])
+def test_keys_and_values_do_not_depend_on_the_stored_scale_of_an_input_that_is_never_quantized(
+    checkpoint: Path, tmp_path: Path, input_scale: float
+) -> None:
+    config = compressed("int-quantized", number("int", "channel"), number("int", "tensor"))
+    packer = with_tensors(int8_per_channel, lambda module: {"input_scale": torch.tensor([input_scale])})
+    config["config_groups"]["group_0"]["targets"] = ["re:.*kv_b_proj"]
+    paths = quantized(checkpoint, tmp_path, packer, config, unquantized=lambda name: not name.endswith("kv_b_proj"))
+    methods = (Int8.from_checkpoint(config, None), None)
+    ours, expected = (
+        ModelBench(DeepseekV2, path, PROMPTS[-1:], quant=method).prompt_logits(0)
+        for path, method in zip(paths, methods, strict=True)
+    )
+    assert float((ours - expected).norm() / expected.norm()) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import transformers
+from attrs import evolve
 from safetensors.torch import load_file, save_file
 
 from engine.core.plugin_host import load_plugins
 from engine.core.weights import Checkpoint
+from engine.plugins.models.decoder_config import DecoderConfig
 from engine.plugins.models.text_tower import FORMER_PREFIX, PREFIX, Gemma3Text
 from engine.testing.model_bench import ModelBench
 from tests.reference_tokens import greedy_reference
@@ -21,7 +23,7 @@ from .write_family import write_plain
 
 PROMPT = [(37 * place) % 500 for place in range(40)]
 KINDS = [name for name, family in FAMILIES.items() if family.reads_images]
-"""Their model_types."""
+"""Their names."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -52,7 +54,9 @@ def test_text_logits_equal_transformers_under_both_names_of_the_tensors(kind: st
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_model_accepts_each_checkpoint(kind: str) -> None:
     library: Any = transformers
-    config = json.loads(library.AutoConfig.for_model(kind, **FAMILIES[kind].config).to_json_string())
+    config = json.loads(
+        library.AutoConfig.for_model(FAMILIES[kind].reference or kind, **FAMILIES[kind].config).to_json_string()
+    )
     models = load_plugins().models
     accepting = [name for name in models.names() if models.get(name).load().refuses(config) is None]
     assert accepting == [FAMILIES[kind].plugin or kind]
@@ -61,3 +65,56 @@ def test_one_model_accepts_each_checkpoint(kind: str) -> None:
 def test_checkpoint_without_a_text_config_is_refused() -> None:
     config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
     assert "lacks text_config" in (Gemma3Text.refuses(config) or "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoint_with_another_language_model_is_refused(kind: str) -> None:
+    library: Any = transformers
+    config = json.loads(
+        library.AutoConfig.for_model(FAMILIES[kind].reference or kind, **FAMILIES[kind].config).to_json_string()
+    )
+    cls: Any = load_plugins().models.get(FAMILIES[kind].plugin or kind).load()
+    own = config["text_config"]["model_type"]
+    assert cls.refuses(config) is None
+    refusal = cls.refuses({**config, "text_config": {**config["text_config"], "model_type": "phi3"}})
+    assert refusal is not None
+    assert "(text_config.model_type) is 'phi3'" in refusal
+    assert f"{cls.architecture} with {own!r}" in refusal
+
+
+def network(cls: Any, config: dict[str, Any]) -> tuple[DecoderConfig, list[tuple[list[float], float]]]:
+    """What config.json describes, and the rotary frequencies of each layer."""
+    shape = cls.parse(cls.normalized(config))
+    ropes = [rope.frequencies() for rope in shape.ropes]
+    return evolve(shape, ropes=()), [(frequencies.tolist(), factor) for frequencies, factor in ropes]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_that_text_config_lacks_have_the_defaults_of_transformers(kind: str) -> None:
+    library: Any = transformers
+    cls: Any = load_plugins().models.get(FAMILIES[kind].plugin or kind).load()
+    config = {"architectures": [cls.architecture], "model_type": cls.model_type}
+    full = json.loads(library.CONFIG_MAPPING[cls.text_type]().to_json_string(use_diff=False))
+    written = {**full, "pad_token_id": None, "tie_word_embeddings": cls.tied}
+    found, expected = ({**config, "text_config": text} for text in ({"model_type": cls.text_type}, written))
+    assert cls.refuses(found) is None
+    assert cls.spec(found) == cls.spec(expected)
+    assert network(cls, found) == network(cls, expected)
+
+
+def test_gemma_3_is_read_from_the_keys_that_published_files_have() -> None:
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    assert Gemma3Text.refuses(config) is None
+    assert Gemma3Text.unknown_keys(config) == []
+    spec = Gemma3Text.spec(config)
+    assert (spec.vocab_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (262208, 8, 4, 256)
+    assert (spec.hidden_size, spec.num_layers, spec.max_len, spec.scale) == (2560, 34, 131072, 1 / 16)
+    assert spec.sliding_windows == ((1024,) * 5 + (None,)) * 5 + (1024,) * 4

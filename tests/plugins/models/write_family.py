@@ -34,7 +34,7 @@ def write_plain(directory: Path, name: str) -> None:
 def write_with_vision_tower(directory: Path, name: str) -> None:
     """Write a checkpoint of a language model and a vision tower."""
     library: Any = transformers  # without types
-    config = library.AutoConfig.for_model(name, **FAMILIES[name].config)
+    config = library.AutoConfig.for_model(FAMILIES[name].reference or name, **FAMILIES[name].config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(FAMILIES[name].seed)
         model = library.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

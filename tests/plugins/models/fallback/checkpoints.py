@@ -29,7 +29,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "sliding_window": 24,
     },
+    "olmo": {"clip_qkv": 8.0, "initializer_range": 2.0},
+    "ministral3": {},
 }
 """model_type -> keys of config.json. Fused projections with biases and partial rotation; two kinds of layers, one
 without rotation, and scaled logits; values narrower than keys; experts and multipliers; gated attention, which views
-what the attention function returns."""
+what the attention function returns; queries, keys and values limited to 8; queries that grow from position 16 on."""
