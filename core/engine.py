@@ -250,6 +250,11 @@ class Engine:
         if params is not None and params.grammar is not None:
             self._grammars.compile(params.grammar)
 
+    async def acompile_grammar(self, params: SamplingParams | None) -> None:
+        """`compile_grammar` for asyncio; no thread waits."""
+        if params is not None and params.grammar is not None:
+            await self._grammars.acompile(params.grammar)
+
     def abort(self, request_id: str) -> Output | None:
         """Finish a request immediately and free its blocks; None if no running or waiting request has this id."""
         output = self._scheduler.abort(request_id)
