@@ -54,7 +54,8 @@ class _Collector:
         self._texts.append(delta.text)
         self._tokens += delta.tokens
         self._logprobs += delta.logprobs
-        self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs = delta.prompt_logprobs
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         if delta.finish_reason is not None:
             self.completion = Completion(
