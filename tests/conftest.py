@@ -135,3 +135,14 @@ def load():
 def tidal(install: Callable[..., None]) -> None:
     """The distribution engine-tidal 0.4, whose attention backend cannot be made."""
     install("engine-tidal", "0.4", TIDAL, entry="tidal")
+
+
+@pytest.fixture
+def count_tensors() -> Iterator[Callable[[], int]]:
+    """Counts the tensors that exist. No garbage is collected during the test, unless what it tests does so."""
+    import torch
+
+    gc.collect()
+    gc.disable()
+    yield lambda: sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+    gc.enable()

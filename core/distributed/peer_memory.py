@@ -47,7 +47,7 @@ class PeerMemory:
     """
 
     def __init__(self, name: str, group: RankGroup, store: Any, device: torch.device) -> None:
-        """name: unique to this group; store: see `open`."""
+        """name: unique to this group; store: see `open`. Raises RuntimeError where memory cannot be mapped."""
         self._name = name
         c10d: Any = torch._C._distributed_c10d
         # Symmetric memory looks up the group's ranks and store by its name; torch does not keep the group alive.
@@ -57,7 +57,11 @@ class PeerMemory:
         self._device = device
         self._mappings: list[Any] = []
         """Mappings of the other ranks' memory, kept alive here."""
-        self._buffer, _ = self._allocate(MAX_BYTES)
+        try:
+            self._buffer, _ = self._allocate(MAX_BYTES)
+        except BaseException:
+            self.close()
+            raise
         self._views = {dtype: self._buffer.view(dtype) for dtype in DTYPES}
         self._one_shot_bytes = ONE_SHOT_BYTES[group.ranks]
         self._reduce_buffers: dict[tuple[int, torch.dtype], tuple[ReduceBuffers, torch.Tensor]] = {}
@@ -80,6 +84,8 @@ class PeerMemory:
             why = str(error).partition("\n")[0]
         if group.minimum(int(opened is not None)):
             return opened
+        if opened is not None:
+            opened.close()
         log.warning(
             "rank %d: the GPUs' memory cannot be shared, so that small all-reduces take longer: %s", group.rank, why
         )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         encode_call as encode_call,
     )
     from engine.core.executors.deployment import Deployment as Deployment, make_executor as make_executor
+    from engine.core.executors.frames import clear_frames as clear_frames
     from engine.core.executors.wire import MessageDecoder as MessageDecoder, encode as encode
 
 __getattr__, __dir__, __all__ = exports(
@@ -48,6 +49,7 @@ __getattr__, __dir__, __all__ = exports(
         "Deployment",
         "make_executor",
     ),
+    frames=("clear_frames",),
     wire=(
         "MessageDecoder",
         "encode",

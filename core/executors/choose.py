@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Mapping
 
 from attrs import evolve, frozen
@@ -13,6 +12,7 @@ from engine.core.device import DeviceInfo
 from engine.core.errors import PluginError, PluginFaultError
 from engine.core.executors.base import Executor
 from engine.core.executors.deployment import Deployment, make_executor
+from engine.core.executors.frames import clear_frames
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS
 from engine.core.plugin_host.faults import expect
 from engine.core.plugin_host.registry import Plugins
@@ -72,8 +72,7 @@ class PluginChoice:
                 _log.warning("auto passes over a plugin: %s", error, exc_info=error)
                 passed_over[choice.extension_point, choice.name] = str(error)
                 fault = error
-                for one in (error, error.__cause__):  # they hold the weights that were loaded
-                    traceback.clear_frames(one.__traceback__ if one is not None else None)
+                clear_frames(error)  # they hold the executor
         for notice in filter(None, (choice.notice for choice in parts.choices)):
             _log.warning("%s", notice)
         return deployment, executor, cache

@@ -8,7 +8,7 @@ from typing import Any
 from engine.core.errors import CheckpointError, ExecutorError, StepFaultError
 from engine.core.executors.base import Executor, Health
 from engine.core.plugin_host.faults import PluginCall, expect, name_fault, shown
-from engine.core.schedulers.block_kinds import longest_context
+from engine.core.schedulers.block_kinds import longest_context, num_indices
 from engine.core.schedulers.prompt_step import SEQUENCE, STEP, chunked_prompt_steps, prompt_step
 from engine.core.types import NO_TOKEN, CacheInfo, Step, StepResult
 
@@ -64,7 +64,7 @@ def rehearse(
 def _full_lengths(cache: CacheInfo, max_tokens: int, max_len: int, max_prompts: int) -> list[int]:
     """Lengths of prompts that fill one step, or all blocks."""
     lengths: list[int] = []
-    indices = cache.num_blocks // sum(kind.groups for kind in cache.kinds)
+    indices = num_indices(cache.kinds, cache.num_blocks)
     while max_tokens and indices and len(lengths) < max_prompts:
         length = min(max_tokens, max_len, indices * cache.block_size)
         lengths.append(length)

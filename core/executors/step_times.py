@@ -12,7 +12,7 @@ from attrs import frozen
 from engine.core.errors import StepFaultError
 from engine.core.executors.base import Executor, PendingResult
 from engine.core.plugin_host.faults import shown
-from engine.core.schedulers.block_kinds import longest_context
+from engine.core.schedulers.block_kinds import longest_context, num_indices
 from engine.core.schedulers.prompt_step import STEP, prompt_step
 from engine.core.speculators.step_costs import StepCosts
 from engine.core.types import CacheInfo, DraftSlice, Step, StepResult
@@ -66,7 +66,7 @@ def measure_step_times(
         max(max_tokens, 1) // (1 + max_drafts),
         max_tokens // length,
         _MAX_ROWS // (1 + max_drafts),
-        _sequences_that_fit(cache, length),
+        num_indices(cache.kinds, cache.num_blocks) // -(-length // cache.block_size),
     )
     longest = min(max_len, longest_context(cache.kinds, cache.num_blocks, cache.block_size, max_tokens))
     if most < 1 or length > longest:
@@ -117,12 +117,6 @@ def _sizes(most: int, max_drafts: int) -> Iterator[tuple[int, int]]:
         count *= 2
     if most > 1:
         yield most, max_drafts
-
-
-def _sequences_that_fit(cache: CacheInfo, length: int) -> int:
-    """Sequences of this length that all blocks hold."""
-    blocks = -(-length // cache.block_size) * sum(kind.groups for kind in cache.kinds)
-    return cache.num_blocks // max(blocks, 1)
 
 
 def _time(executor: Executor, step: Step, clock: Callable[[], float]) -> tuple[float, StepResult]:

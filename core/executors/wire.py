@@ -50,7 +50,8 @@ def _pack(value: object) -> memoryview | str | int | float:
 
 
 def _unpack(kind: type, value: object) -> Any:
-    """The value of this type that `_pack` has packed. Raises NotImplementedError for anything else."""
+    """The value of this type that `_pack` has packed. Raises TypeError for anything else, of which msgspec makes a
+    DecodeError."""
     if kind is Tokens and isinstance(value, bytes):
         return Tokens.unpack(value)
-    raise NotImplementedError(f"{kind.__name__} is not plain data and cannot be received")
+    raise TypeError(f"{kind.__name__} cannot be read from an object of class {type(value).__name__}")

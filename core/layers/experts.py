@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -12,10 +11,10 @@ from attrs import evolve
 
 from engine.core.distributed.partial_sum import PartialSum
 from engine.core.layers.activation import gated_activation
-from engine.core.layers.base import Layer, plain_tensor, torch_dtype
+from engine.core.layers.base import plain_tensor, torch_dtype
 from engine.core.layers.expert_tensors import ExpertTensors
+from engine.core.layers.kernel_layer import KernelLayer
 from engine.core.layers.linear import BIAS_SHARD_DIM, PlainKernel
-from engine.core.plugin_host.faults import PluginCall, blame, expect
 from engine.core.plugin_host.result_checks import tensor_error
 from engine.core.quant.base import ACTIVATIONS, Activation, LinearSpec, TensorSpec
 from engine.core.quant.experts import ExpertsBias, ExpertsKernel, ExpertsSpec, Routing
@@ -105,23 +104,19 @@ class PlainExperts(ExpertsKernel):
         return compute
 
 
-class Experts(Layer):
+class Experts(KernelLayer[ExpertsKernel]):
     """The experts of one layer, by any kernel. This layer reads the biases."""
 
     def __init__(
         self, spec: ExpertsSpec, kernel: ExpertsKernel, group: RankGroup, *, owner: str = "the quantization method"
     ) -> None:
         """owner: how errors name the plugin that made the kernel."""
+        super().__init__(kernel, spec.name, owner)
         self.spec = spec
-        self.kernel = kernel
-        self.weights: Mapping[str, torch.Tensor] = {}
         self.bias: ExpertsBias | None = None
-        self.plugin_call = PluginCall(owner, spec.name)
-        """The kernel's plugin and the layer, as errors of a step name them."""
         self._group = group
-        self._owner = owner
         self._apply = kernel.apply
-        self._biases = ExpertTensors(spec, self._bias_tensors) if spec.bias else None
+        self._biases = ExpertTensors(spec, _bias_tensors) if spec.bias else None
 
     def __call__(self, x: torch.Tensor, routing: Routing) -> PartialSum:
         """The weighted sum of each token's experts. x: [tokens, hidden_size] -> the same shape."""
@@ -129,10 +124,7 @@ class Experts(Layer):
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         """The kernel's tensors and the biases."""
-        with self._blame("tensors()"):
-            given = self.kernel.tensors()
-            right = isinstance(given, Mapping) and all(isinstance(one, TensorSpec) for one in given.values())
-        self._expect(right, "tensors()", given, "a mapping of names to TensorSpecs")
+        given = self._kernel_tensors()
         return given if self._biases is None else {**given, **self._biases.specs()}
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
@@ -140,19 +132,17 @@ class Experts(Layer):
         biases = {} if self._biases is None else self._biases.specs()
         if self._biases is not None:
             self.bias = self._read_biases(self._biases, loaded)
-        with self._blame("prepare()"):
-            weights = self.kernel.prepare({name: loaded[name] for name in loaded if name not in biases})
-            right = isinstance(weights, Mapping) and all(isinstance(one, torch.Tensor) for one in weights.values())
-        self._expect(right, "prepare()", weights, "a mapping of names to tensors")
-        self.weights = weights
+        self._prepare({name: loaded[name] for name in loaded if name not in biases})
 
     def check_results(self, checks: ResultChecks) -> None:
         """Check what the kernel returns, until the checks end. Core's own kernels are not checked."""
         if type(self.kernel).__module__.startswith("engine.core."):
             return
 
+        dtype = self.spec.dtype
+
         def check(result: object, x: torch.Tensor, *others: object) -> str | None:
-            return tensor_error(result, tuple(x.shape), (self.spec.dtype,), x.device)
+            return tensor_error(result, tuple(x.shape), (dtype,), x.device)
 
         call = evolve(self.plugin_call, call=f"apply() of {self.spec.name}")
         self._apply = checks.call(self.kernel.apply, call, check)
@@ -167,12 +157,6 @@ class Experts(Layer):
         kept = list(self.weights.values()) + ([] if self.bias is None else [self.bias.gate_up, self.bias.down])
         return sum(tensor.nbytes for tensor in kept)
 
-    def _bias_tensors(self, linear: LinearSpec) -> Mapping[str, TensorSpec]:
-        shard_dim = BIAS_SHARD_DIM[linear.parallel]
-        return {
-            f"{part.name}.bias": plain_tensor((part.out_features,), linear.dtype, shard_dim) for part in linear.parts
-        }
-
     def _read_biases(self, tensors: ExpertTensors, loaded: Mapping[str, torch.Tensor]) -> ExpertsBias:
         spec, dtype = self.spec, torch_dtype(self.spec.dtype)
         found = [list(tensors.of_expert(loaded, index).values()) for index in range(len(spec.rank_experts))]
@@ -181,8 +165,7 @@ class Experts(Layer):
             down = torch.zeros_like(down)  # rank 0 adds them
         return ExpertsBias(torch.stack([torch.cat(one[:2]) for one in found]).to(dtype), down)
 
-    def _blame(self, call: str) -> AbstractContextManager[None]:
-        return blame(self._owner, f"{call} of {self.spec.name}")
 
-    def _expect(self, right: object, call: str, found: object, wanted: str) -> None:
-        expect(right, self._owner, f"{call} of {self.spec.name}", found, wanted)
+def _bias_tensors(linear: LinearSpec) -> Mapping[str, TensorSpec]:
+    shard_dim = BIAS_SHARD_DIM[linear.parallel]
+    return {f"{part.name}.bias": plain_tensor((part.out_features,), linear.dtype, shard_dim) for part in linear.parts}

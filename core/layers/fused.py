@@ -183,8 +183,8 @@ class FusedVocabParallelEmbedding(VocabParallelEmbedding):
 class FusedVocabParallelHead(VocabParallelHead):
     """Vocab-parallel head whose greedy tokens take two kernels and the all-reduce between them."""
 
-    def _place(self, peaks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return place_max_logits(peaks, tokens, self._shards.first_token, self._group.rank, self._group.ranks)
+    def _place(self, max_logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return place_max_logits(max_logits, tokens, self._shards.first_token, self._group.rank, self._group.ranks)
 
     def _choose(self, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return choose_max_logits(candidates)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -12,10 +12,10 @@ from attrs import evolve
 from engine.core.distributed.partial_sum import PartialSum
 from engine.core.errors import CheckpointError
 from engine.core.layers.activation import gated_activation
-from engine.core.layers.base import Layer, plain_tensor, torch_dtype
+from engine.core.layers.base import plain_tensor, torch_dtype
 from engine.core.layers.checked_kernel import CheckedFusedInputQuantization, CheckedKernel
+from engine.core.layers.kernel_layer import KernelLayer
 from engine.core.layers.matmul import multiply, pack
-from engine.core.plugin_host.faults import PluginCall, blame, expect
 from engine.core.quant.base import (
     Activation,
     FusedInputQuantization,
@@ -66,7 +66,7 @@ class PlainKernel(LinearKernel):
         return multiply(x, weights["weight"], bias)
 
 
-class Linear(Layer):
+class Linear(KernelLayer[LinearKernel]):
     """y = x W^T + b by any kernel. The outputs of merged parts are concatenated."""
 
     def __init__(
@@ -83,12 +83,8 @@ class Linear(Layer):
         activate; None: the spec's activation by PyTorch operations. adds_bias: False if another rank adds it. owner:
         how errors name the plugin that made the kernel.
         """
+        super().__init__(kernel, spec.parts[0].name, owner)
         self.spec = spec
-        self._owner = owner
-        self.plugin_call = PluginCall(owner, spec.parts[0].name)
-        """The kernel's plugin and the layer, as errors of a step name them."""
-        self.kernel = kernel
-        self.weights: Mapping[str, torch.Tensor] = {}
         self.bias: torch.Tensor | None = None
         self._reduce = reduce
         self._activate = activate or gated_activation(spec.activation)
@@ -106,7 +102,7 @@ class Linear(Layer):
         """Call the methods of these objects from now on."""
         self._apply: Apply = kernel.apply
         self._apply_gated: Apply | None = kernel.apply_gated if self._has_gated_kernel else None
-        self._apply_quantized: Apply = self._refuse if fused is None else fused.apply
+        self._apply_quantized: Apply = partial(_refuse, self.spec) if fused is None else fused.apply
         self._fused_input_quantization = fused
 
     def check_results(self, checks: ResultChecks) -> None:
@@ -155,22 +151,11 @@ class Linear(Layer):
         """Whether the kernel can fuse its input quantization into a gated layer with this activation."""
         return self._fuses_activation and activation == self.spec.input_activation
 
-    def _refuse(
-        self, x: QuantizedActivation, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        raise TypeError(
-            f"{self.spec.parts[0].name} takes tensors only; this activation was quantized for another layer"
-        )
-
     def tensors(self) -> Mapping[str, TensorSpec]:
         """The kernel's tensors, and NAME.bias of each part."""
         spec = self.spec
         shard_dim = BIAS_SHARD_DIM[spec.parallel]
-        with self._blame("tensors()"):
-            given = self.kernel.tensors()
-            right = isinstance(given, Mapping) and all(isinstance(one, TensorSpec) for one in given.values())
-        self._expect(right, "tensors()", given, "a mapping of names to TensorSpecs")
-        found = dict(given)
+        found = dict(self._kernel_tensors())
         if spec.bias:
             found |= {_bias(part): plain_tensor((part.out_features,), spec.dtype, shard_dim) for part in spec.parts}
         for part in spec.parts:
@@ -184,21 +169,11 @@ class Linear(Layer):
         biases = {_bias(part): loaded[_bias(part)] for part in self.spec.parts} if self.spec.bias else {}
         if biases and self._adds_bias:
             self.bias = merge(list(biases.values()), self.spec.dtype)
-        with self._blame("prepare()"):
-            weights = self.kernel.prepare({name: loaded[name] for name in loaded if name not in biases})
-            right = isinstance(weights, Mapping) and all(isinstance(one, torch.Tensor) for one in weights.values())
-        self._expect(right, "prepare()", weights, "a mapping of names to tensors")
-        self.weights = weights
+        self._prepare({name: loaded[name] for name in loaded if name not in biases})
 
     def autotuned_calls(self) -> Sequence[AutotunedCall]:
         with self._blame("autotuned_calls()"):
             return self.kernel.autotuned_calls(self.weights, self.bias if self._reduce is None else None)
-
-    def _blame(self, call: str) -> AbstractContextManager[None]:
-        return blame(self._owner, f"{call} of {self.spec.parts[0].name}")
-
-    def _expect(self, right: object, call: str, found: object, wanted: str) -> None:
-        expect(right, self._owner, f"{call} of {self.spec.parts[0].name}", found, wanted)
 
     @property
     def nbytes(self) -> int:
@@ -221,6 +196,12 @@ class PartialLinear:
     def __call__(self, x: TensorOrQuantized) -> PartialSum:
         """x: [..., this rank's in_features] -> [..., out_features]."""
         return PartialSum(self.linear(x), self._group)
+
+
+def _refuse(
+    spec: LinearSpec, x: QuantizedActivation, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+) -> torch.Tensor:
+    raise TypeError(f"{spec.parts[0].name} takes tensors only; this activation was quantized for another layer")
 
 
 def merge(tensors: list[torch.Tensor], dtype: str) -> torch.Tensor:

@@ -42,7 +42,7 @@ class OutputLayer(Protocol):
 
 
 def plain_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The max logit of each row, [rows] float32, and its column, [rows] int64: the first of equals."""
+    """Max logit per row, [rows] float32 (NaN where any is NaN), and its column, [rows] int64: the first of equals."""
     max_logits, tokens = logits.max(dim=-1)
     return max_logits.float(), tokens
 

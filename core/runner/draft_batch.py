@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 
 import torch
 from attrs import frozen
@@ -75,7 +75,7 @@ class DraftBatch:
         self._sizes, self._drafts = self._received[:4], self._received[drafts:entries]
         self._device = {name: self._received[start : start + width] for name, start in starts.items()}
         self._entries, self._blocks = self._received[entries:blocks], self._received[blocks:]
-        self._views = lru_cache(_VIEWS_KEPT)(self._make_views)
+        self._views = lru_cache(_VIEWS_KEPT)(partial(_make_views, self._drafts, self._device))
         self._replay: Callable[[], None] | None = None
 
     def capture(self, capturer: GraphCapturer) -> None:
@@ -154,15 +154,6 @@ class DraftBatch:
         self._host_blocks[:count] = blocks
         return count
 
-    def _make_views(self, plain: int, count: int, slices: int, width: int) -> _Views:
-        return _Views(
-            drafts=self._drafts[: slices * width].view(slices, width),
-            first=self._device["first"][:slices],
-            table_rows=self._device["table_rows"][:slices],
-            offsets=self._device["offsets"][:count],
-            sources=self._device["sources"][: count - plain],
-        )
-
     def _send_and_fill(self) -> None:
         if self._received is not self._sent:
             self._received.copy_(self._sent, non_blocking=True)
@@ -195,3 +186,16 @@ class DraftBatch:
         targets, sources = self._rows[plain:count], sent["sources"][: count - plain]
         batch.copy_rows(targets, sources, sent["tokens"][: count - plain])
         table.copy_rows(targets, sources, sent["offsets"][plain:count])
+
+
+def _make_views(
+    drafts: torch.Tensor, columns: Mapping[str, torch.Tensor], plain: int, count: int, slices: int, width: int
+) -> _Views:
+    """The views for one shape of a batch. drafts, columns: what was sent, on the device."""
+    return _Views(
+        drafts=drafts[: slices * width].view(slices, width),
+        first=columns["first"][:slices],
+        table_rows=columns["table_rows"][:slices],
+        offsets=columns["offsets"][:count],
+        sources=columns["sources"][: count - plain],
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,6 +91,8 @@ class Drafter:
         self._graphs: DrafterGraphs | None = None
         self.groups = groups
         """Its cache groups."""
+        self._pass = partial(_plan, groups)
+        """Plans a batch. Not a method, with which the graphs would keep this object alive, which keeps them."""
         self._persistent_batch = persistent_batch
         self._device = persistent_batch.tables.device
         self._max_len = max_len
@@ -105,13 +108,13 @@ class Drafter:
         graphs = DrafterGraphs(
             self._speculator,
             self._pass,
-            decode,
+            decode.sizes,
             self._persistent_batch,
             max_len=self._max_len,
             scratch=self._scratch,
             hidden_states=self._hidden_states,
         )
-        graphs.capture_all(capturer, on_progress)
+        graphs.capture_all(decode.batch, capturer, on_progress)
         self._graphs = graphs
 
     def run(self, step: Step, rows: ComputedRows, *, propose: int) -> Proposals | None:
@@ -243,23 +246,6 @@ class Drafter:
             tokens.index_copy_(0, places, values)
         return tokens.index_copy_(0, rows.logit_rows, rows.sampled)
 
-    def _pass(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> ForwardPass:
-        """Plan a batch in every group of the speculator. graph: as in AttentionBackend.plan."""
-        passes = []
-        for group in self.groups:
-            attention = group.attention
-            plan = attention.plan(batch) if graph is None else attention.plan(batch, graph)
-            passes.append(ForwardPass(batch=batch, attention=attention, plan=plan, pool=group.pool))
-        if len(passes) == 1:
-            return passes[0]
-        if not passes:
-            nothing: Any = None
-            return ForwardPass(batch=batch, attention=nothing, plan=None, pool=nothing)
-        first = passes[0]
-        return ForwardPass(
-            batch=batch, attention=first.attention, plan=first.plan, pool=first.pool, groups=tuple(passes)
-        )
-
     def _decode_batch(
         self,
         rows: npt.NDArray[np.int64],
@@ -294,3 +280,19 @@ class Drafter:
             context_lens_host=ends,
             block_tables_host=tables,
         )
+
+
+def _plan(groups: Sequence[GroupState], batch: ForwardBatch, graph: GraphSlot | None = None) -> ForwardPass:
+    """Plan a batch in every group of the speculator. graph: as in AttentionBackend.plan."""
+    passes = []
+    for group in groups:
+        attention = group.attention
+        plan = attention.plan(batch) if graph is None else attention.plan(batch, graph)
+        passes.append(ForwardPass(batch=batch, attention=attention, plan=plan, pool=group.pool))
+    if len(passes) == 1:
+        return passes[0]
+    if not passes:
+        nothing: Any = None
+        return ForwardPass(batch=batch, attention=nothing, plan=None, pool=nothing)
+    first = passes[0]
+    return ForwardPass(batch=batch, attention=first.attention, plan=first.plan, pool=first.pool, groups=tuple(passes))

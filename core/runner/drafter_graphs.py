@@ -3,7 +3,8 @@ target, and for each token of a proposal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from engine.core.speculators.device import DeviceSpeculator, TargetRows
 if TYPE_CHECKING:
     from engine.core.layers.hidden_states import HiddenStates
     from engine.core.models.forward_pass import ForwardPass
-    from engine.core.runner.cuda_graphs import DecodeGraphs
     from engine.core.runner.graph_capture import GraphCapturer
 
 
@@ -45,22 +45,23 @@ class DrafterGraphs:
         self,
         speculator: DeviceSpeculator[Any],
         plan: Callable[[ForwardBatch, GraphSlot], ForwardPass],
-        decode: DecodeGraphs,
+        sizes: Sequence[int],
         persistent_batch: PersistentBatch,
         *,
         max_len: int,
         scratch: int,
         hidden_states: HiddenStates | None,
     ) -> None:
-        """plan: plans a batch in all cache groups of the speculator. scratch: the slot for tokens that have none."""
+        """plan: plans a batch in all cache groups of the speculator. sizes: batch sizes of the target's graphs,
+        ascending. scratch: the slot for tokens that have none."""
         self._speculator = speculator
         self._plan = plan
-        self._decode = decode
+        self._sizes = sizes
         self._persistent_batch = persistent_batch
         self._max_len = max_len
         self._scratch = scratch
         self._hidden_states = hidden_states
-        self.max_rows = rows = decode.sizes[-1]
+        self.max_rows = rows = sizes[-1]
         """Sequences of the largest graph."""
         device = persistent_batch.tables.device
 
@@ -82,12 +83,19 @@ class DrafterGraphs:
         """Replays of graphs that choose the first token; only for a speculator that looks ahead."""
 
     @torch.inference_mode()
-    def capture_all(self, capturer: GraphCapturer, on_progress: Callable[[int, int], None]) -> None:
-        """Capture both passes for every batch size, the largest first, whose memory serves the others."""
-        sizes = self._decode.sizes
-        for done, size in enumerate(reversed(sizes)):
-            on_progress(done, len(sizes))
-            self._observations[size] = self._capture_observation(size, capturer)
+    def capture_all(
+        self,
+        batch: Callable[[int], ForwardBatch],
+        capturer: GraphCapturer,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        """Capture both passes for every batch size, the largest first, whose memory serves the others.
+
+        batch: the batch that the target's graph of a size reads.
+        """
+        for done, size in enumerate(reversed(self._sizes)):
+            on_progress(done, len(self._sizes))
+            self._observations[size] = self._capture_observation(batch(size), size, capturer)
             if not len(self._hidden):
                 made = self._observations[size].hidden
                 self._hidden = torch.zeros(self.max_rows, made.shape[1], dtype=made.dtype, device=made.device)
@@ -102,7 +110,7 @@ class DrafterGraphs:
         """
         if next_tokens is not None:
             self._next_tokens[:count].copy_(next_tokens)
-        graph = self._observations[self._decode.size(count)]
+        graph = self._observations[self._size(count)]
         graph.replay()
         return graph.hidden[:count]
 
@@ -121,7 +129,7 @@ class DrafterGraphs:
         tokens, which a speculator that looks ahead has already computed; hidden: [sequences, size]; all on the device.
         """
         number = len(rows)
-        size = self._decode.size(number)
+        size = self._size(number)
         for tensor, values in (
             (self._rows, rows),
             (self._positions, positions),
@@ -142,8 +150,11 @@ class DrafterGraphs:
             found.append(self._tokens[:number].clone())
         return found
 
-    def _capture_observation(self, size: int, capturer: GraphCapturer) -> _Graph:
-        batch = self._decode.batch(size)
+    def _size(self, count: int) -> int:
+        """Batch size of the graphs for `count` sequences."""
+        return self._sizes[bisect_left(self._sizes, count)]
+
+    def _capture_observation(self, batch: ForwardBatch, size: int, capturer: GraphCapturer) -> _Graph:
         batch.groups = ()
         batch.positions = self._observed_positions[:size]
         run = self._plan(batch, GraphSlot(num_sequences=size))

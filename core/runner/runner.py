@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -54,7 +54,9 @@ class Runner:
         self._control: Control | None = None
         self._grammars = grammars
         self._launcher: StepLauncher | None = None
-        self._launch = self._launch_checked
+        self._launch: Callable[[Step], PendingStep] | None = None
+        """The launcher's own method, once the checks have ended; None before. Never a method of this object, which
+        would keep itself and the weights alive until a garbage collection."""
 
     def start(self, phases: Phases | None = None) -> CacheInfo:
         """Load the weights, measure memory, make the KV cache and capture CUDA graphs.
@@ -96,7 +98,7 @@ class Runner:
             if self._grammars is not None:
                 for grammar in step.grammars:
                     self._grammars.begin(grammar)
-            return self._launch(step)
+            return (self._launch or self._launch_checked)(step)
         except BaseException as error:
             name_fault(error)
             raise

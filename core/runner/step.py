@@ -51,26 +51,28 @@ class PendingStep:
         """Whether `result` returns immediately."""
         if self.proposals is not None and not self.proposals.tokens.ready():
             return False
+        if self.drafts is not None and not self.drafts.accepted.ready():
+            return False
         return all(sampled is None or sampled.ready() for sampled in self.samples)
 
     def result(self) -> StepResult:
         """Wait for the tokens. Raises ExecutorError when the device failed."""
+        verified: tuple[tuple[int, ...], ...] = ()
+        verified_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
         try:
             waits = self.close_wait
             ended = waits is None or waits.wait(self.graph_size, self.launched, self.done)
             fetched = [sampled.to_host() if sampled is not None else ([], []) for sampled in self.samples]
             proposals = () if self.proposals is None else self.proposals.to_host()
+            if waits is not None and not ended:
+                waits.ended(self.graph_size, self.launched)
+            if self.drafts is not None:
+                [(tokens, entries)] = fetched
+                verified, verified_logprobs = self.drafts.to_host(tokens, entries)
+                count = self.drafts.rows.num_before
+                fetched = [(tokens[:count], entries[:count])]
         except RuntimeError as error:  # the only class that torch raises
             raise ExecutorError(f"step {self.step} failed on the device: {error}") from error
-        if waits is not None and not ended:
-            waits.ended(self.graph_size, self.launched)
-        verified: tuple[tuple[int, ...], ...] = ()
-        verified_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
-        if self.drafts is not None:
-            [(tokens, entries)] = fetched
-            verified, verified_logprobs = self.drafts.to_host(tokens, entries)
-            count = self.drafts.rows.num_before
-            fetched = [(tokens[:count], entries[:count])]
         logprobs = tuple(tuple(entries) for _, entries in fetched)
         return StepResult(
             step=self.step,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,19 +11,10 @@ from engine.core.sampling.sampled_tokens import SampledTokens
 from engine.core.sampling.sampling_batch import ProcessedLogits, SamplingBatch
 
 if TYPE_CHECKING:
+    from engine.core.layers.lm_head import Argmax
     from engine.core.models.base import Model
     from engine.core.sampling.draft_rows import DraftRows
     from engine.core.sampling.sampling_table import SamplingTable
-
-Argmax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Logits [rows, vocab] to (max logits, tokens), as `argmax`."""
-
-
-def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's largest logit ([rows] float32, NaN where any is NaN) and its token ([rows] int64), the first of
-    equals."""
-    max_logits, tokens = logits.max(dim=-1)
-    return max_logits.float(), tokens
 
 
 class GreedyPath(SamplingPath):

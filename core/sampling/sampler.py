@@ -37,12 +37,13 @@ import numpy as np
 import torch
 
 from engine.core.errors import ExecutorError, InvalidRequestError
+from engine.core.layers.lm_head import Argmax, plain_argmax
 from engine.core.sampling.base import SamplingPath
 from engine.core.sampling.draft_rows import DraftRows, VerifiedDrafts
 from engine.core.sampling.draw import DrawPath, DrawRows
 from engine.core.sampling.full import FullPath
 from engine.core.sampling.grammar_masks import GrammarMasks
-from engine.core.sampling.greedy import Argmax, GreedyPath, argmax
+from engine.core.sampling.greedy import GreedyPath
 from engine.core.sampling.prompt_logprobs import PromptLogprobs, StepPromptLogprobs
 from engine.core.sampling.sampled_tokens import SampledTokens
 from engine.core.sampling.sampling_batch import SamplingBatch, SamplingBatchBuilder, SequenceState, TokenBias
@@ -90,7 +91,7 @@ class Sampler:
         self.table = SamplingTable(max_running, device, draft_rows)
         self._token_counts = TokenCounts(vocab_size, max_running, device)
         self._grammar_masks = GrammarMasks(grammars, vocab_size, device)
-        max_and_index: Argmax = argmax
+        max_and_index: Argmax = plain_argmax
         draw_kernel: DrawRows | None = None
         self._match_rows: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
         if fused:

@@ -25,6 +25,12 @@ def blocks_needed(kinds: Sequence[BlockKind], length: int, block_size: int, max_
     return sum(kind.groups * min(length, span(kind.window, block_size, max_chunk)) for kind in kinds)
 
 
+def num_indices(kinds: Sequence[BlockKind], num_blocks: int) -> int:
+    """Indices of block tables that `num_blocks` fill, if no window frees blocks."""
+    blocks = sum(kind.groups for kind in kinds)
+    return num_blocks // blocks if blocks else MAX_INDICES
+
+
 def longest_context(kinds: Sequence[BlockKind], num_blocks: int, block_size: int, max_chunk: int) -> int:
     """Tokens of the longest sequence for which `num_blocks` are enough."""
     low, high = 0, num_blocks if any(kind.window is None for kind in kinds) else MAX_INDICES

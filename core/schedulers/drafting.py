@@ -53,7 +53,8 @@ class Drafting:
         self._compiler = grammars
         self._lengths = lengths
         self._begun = False
-        """Whether `lengths.begin` was called for the next step to be planned."""
+        """Whether `lengths.begin` was called for the step that `propose` is called for next. Not where `may_follow` is
+        False: the next step is planned while another is in flight, without `propose`."""
         self._queues = queues
         self._max_batch_tokens = max_batch_tokens
         self._max_drafts = speculator.spec.max_drafts
@@ -80,10 +81,11 @@ class Drafting:
         if lengths is None:
             return any(self._propose(state, self._max_drafts) for state in decoding)
         rows = len(self._queues.decoding)
-        self._begun, self._may_pay = True, lengths.begin(rows, rows)
-        if not self._may_pay:
-            return False
-        return lengths.pays([(state.id, len(self._propose(state, self._max_drafts))) for state in decoding])
+        self._may_pay = lengths.begin(rows, rows)
+        self._begun = self._may_pay and lengths.pays(
+            [(state.id, len(self._propose(state, self._max_drafts))) for state in decoding]
+        )
+        return self._begun
 
     def resume(self) -> None:
         """Return the requests whose drafts are verified to the decoding sequences."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,7 @@ from engine.core.executors import (
     PendingResult,
     answer_call,
     answer_values,
+    clear_frames,
     decode_call,
     encode_call,
 )
@@ -51,7 +53,12 @@ class UniprocExecutor(Executor):
         self._listener = listener
 
     def start(self) -> CacheInfo:
-        return self._running().start(Phases(self._listener))
+        try:
+            return self._running().start(Phases(self._listener))
+        except BaseException as error:
+            clear_frames(error)  # they hold the weights
+            self.shutdown()
+            raise
 
     def submit(self, step: Step) -> PendingResult:
         try:
@@ -88,12 +95,14 @@ class UniprocExecutor(Executor):
     def shutdown(self) -> None:
         if self._runner is not None:
             if self.asynchronous:
-                # Running kernels may still write to host memory. If they failed, that error was reported already.
+                # Running kernels may still write to host memory. If the device failed, that was reported already.
                 with suppress(RuntimeError):
                     torch.cuda.synchronize(self._device.torch_name)
             self._runner = None
+            gc.collect()  # models of other libraries refer to themselves
             if self.asynchronous:
-                torch.cuda.empty_cache()
+                with suppress(RuntimeError):
+                    torch.cuda.empty_cache()
 
     def _running(self) -> Runner:
         if self._runner is None:

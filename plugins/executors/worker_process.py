@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from engine.plugins.executors.control_messages import Connection, FromWorker, Launch, socket_pair
@@ -25,22 +26,28 @@ class WorkerProcess:
         """Start the process.
 
         module: what the process runs; inherit: file descriptors that it inherits, next to `launch.stack`, which this
-        object then owns.
+        object then owns. Raises OSError, with nothing left of the worker, if it cannot be started.
         """
         self.rank = launch.rendezvous.rank
         self.heartbeat = heartbeat
         self.phase = "start"
         """Current phase of the start; empty once the worker is ready."""
         self._stack = launch.stack
-        ours, theirs = socket_pair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), launch.stack, *inherit),
-            )
-        self.pidfd = os.pidfd_open(self._process.pid)
-        """File descriptor that becomes readable when the process exits."""
+        with ExitStack() as undo:
+            undo.callback(os.close, launch.stack)
+            ours, theirs = socket_pair()
+            undo.callback(ours.close)
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), launch.stack, *inherit),
+                )
+            undo.callback(self.reap)
+            undo.callback(self.kill)
+            self.pidfd = os.pidfd_open(self._process.pid)
+            """File descriptor that becomes readable when the process exits."""
+            undo.pop_all()
         ours.setblocking(False)
         self.connection: Connection[FromWorker] = Connection(ours, FromWorker)
         try:

@@ -69,6 +69,8 @@ class Workers:
         self._verdict_at = 0.0
         self._started = False
         self._stop_by: float | None = None
+        self._killed = False
+        """Whether the workers were killed; they may take seconds to exit."""
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
 
@@ -171,6 +173,8 @@ class Workers:
 
     def _poll_timeout(self, interval: float) -> float:
         """Timeout of the next poll, seconds."""
+        if self._killed:
+            return interval
         until = [time.monotonic() + interval]
         if self._stop_by is not None:
             until.append(self._stop_by)
@@ -245,6 +249,10 @@ class Workers:
         self._kill()
 
     def _kill(self) -> None:
+        """Kill all workers; a second call does nothing."""
+        if self._killed:
+            return
+        self._killed = True
         for worker in self.workers:
             if worker.alive:
                 worker.kill()

@@ -20,7 +20,8 @@ class NgramOptions:
     max_n: int = field(default=4)
     """Number of last tokens that are looked up first; then half as many, and so on down to min_n."""
     context: int = field(default=32768)
-    """Minimum number of last tokens of a sequence that are indexed. By default at most 72 bytes of memory per token."""
+    """Minimum number of last tokens of a sequence that are indexed. Memory, with the default min_n and max_n: at most
+    72 bytes per token if this is a power of two, else up to 136."""
 
     @min_n.validator
     @max_n.validator

@@ -29,7 +29,8 @@ class NgramIndex:
     There is a table per n, which holds the place in the slot of the n-gram's hash. Another n-gram whose hash has the
     same slot overwrites it, so a place is compared with the tokens before it is used. The tables double with the
     sequence, up to 2 * `context` tokens; then the first tokens are dropped, down to `context`. So memory is at most
-    (8 + 32 * len(sizes)) * context bytes if `context` is a power of two from 128 on, else less than twice that.
+    (8 + 32 * len(sizes)) * context bytes if `context` is a power of two from 128 on, else (8 + 64 * len(sizes)) *
+    context bytes.
 
     A place whose preceding tokens agree with the last tokens in the length of the longest n-gram is followed, without a
     look-up, until a token differs: a look-up could not find a place that agrees in more.

@@ -31,7 +31,8 @@ class SuffixOptions:
     tenants: int = field(default=64)
     """Maximum tenants whose outputs are kept; for a further one, the tenant that was idle longest is forgotten."""
     context: int = field(default=32768)
-    """Minimum number of last tokens of a sequence that are indexed. By default at most 72 bytes of memory per token."""
+    """Minimum number of last tokens of a sequence that are indexed. Memory: at most 72 bytes per token if this is a
+    power of two, else up to 136."""
     min_confidence: float = field(default=0.3)
     """Minimum share of the occurrences that a token must have followed; 0: propose whatever followed."""
 

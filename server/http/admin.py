@@ -16,6 +16,9 @@ from engine.server.http.errors import invalid, json_response
 from engine.server.http.request_bodies import read_optional
 from engine.server.http.service import Service
 
+MAX_STEPS = 2**31
+"""Above any number of steps; the messages to engine processes hold no integers of any size."""
+
 
 class ReplicaBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of a route of administration, which may be empty."""
@@ -27,9 +30,9 @@ class ReplicaBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class StartProfileBody(ReplicaBody, kw_only=True, forbid_unknown_fields=True):
     """POST /start_profile, by the names of TraceOptions."""
 
-    steps: Annotated[int, msgspec.Meta(ge=0)] = 0
+    steps: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEPS)] = 0
     """Steps to record; 0: until /stop_profile."""
-    after: Annotated[int, msgspec.Meta(ge=0)] = 0
+    after: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEPS)] = 0
     """Steps to wait before the first one recorded."""
     activities: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
     nvtx: bool = False
@@ -45,7 +48,7 @@ class StopProfileBody(ReplicaBody, kw_only=True, forbid_unknown_fields=True):
 class StartLayerProfileBody(ReplicaBody, kw_only=True, forbid_unknown_fields=True):
     """POST /start_layer_profile."""
 
-    steps: Annotated[int, msgspec.Meta(ge=1)] = 20
+    steps: Annotated[int, msgspec.Meta(ge=1, lt=MAX_STEPS)] = 20
     """Steps to record."""
 
 

@@ -76,7 +76,12 @@ def make_app(
 
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> Response:
-        return error_response(ApiError(500, "internal server error; see the server's log"), request.scope)
+        failure = ApiError(
+            500,
+            "internal server error; see the server's log",
+            headers={"connection": "close"},  # what handles the exception after this response closes it
+        )
+        return error_response(failure, request.scope)
 
     config = service.limits
     if not config.allowed_origins:

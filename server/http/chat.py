@@ -111,7 +111,7 @@ class ChatWriter(ChoicesWriter):
         self._top_logprobs = logprobs
         self._messages = messages
         self._early: set[int] = set()
-        """Choices of a stream whose first event had to be sent before their first text was known."""
+        """Choices of a stream whose first event had to be sent before it was known what they say first."""
         self._logprob_lists = [JsonLists("content") for _ in range(num_choices)]
         self._finish_reasons: list[str | None] = [None] * num_choices
 
@@ -147,28 +147,33 @@ class ChatWriter(ChoicesWriter):
         if logprobs is not None and not deltas:
             deltas = [{"content": ""} if delta.events is None else {}]
         if deltas or delta.finish_reason is not None or delta.events is None:
-            yield from self._beginnings(choice, deltas)
+            yield from self._beginnings(choice, deltas, finished=delta.finish_reason is not None)
         for found in deltas:
             yield self._delta_event(choice, found, logprobs)
             logprobs = None
         if delta.finish_reason is not None:
             yield self._delta_event(choice, {}, None, message.finish_reason(delta.finish_reason), message.error)
 
-    def _beginnings(self, choice: int, deltas: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+    def _beginnings(self, choice: int, deltas: Sequence[Mapping[str, Any]], *, finished: bool) -> Iterator[bytes]:
         """The first event of a choice, after the first events of all choices with lower numbers.
 
-        deltas: the choice's first ones. OpenAI's client numbers choices in the order in which they begin. A choice that
-        had to begin early has `content` null, which becomes empty if nothing else comes.
+        deltas: the choice's new ones; an empty one carries only log probabilities. OpenAI's client numbers choices in
+        the order in which they begin. A choice that had to begin early has `content` null, which becomes empty if
+        nothing else comes.
         """
-        null = bool(deltas) and "content" not in deltas[0]
+        said = next(filter(None, deltas), None)
+        early = said is None and bool(deltas) and not finished
         if self._is_first(choice):
             for before in filter(self._is_first, range(choice)):
                 self._early.add(before)
                 yield self._delta_event(before, {"role": "assistant", "content": None})
+            if early:
+                self._early.add(choice)
+            null = early if said is None else "content" not in said
             yield self._delta_event(choice, {"role": "assistant", "content": None if null else ""})
-        elif choice in self._early:
+        elif choice in self._early and not early:
             self._early.discard(choice)
-            if not deltas:
+            if said is None:
                 yield self._delta_event(choice, {"content": ""})
 
     def _delta_event(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -79,13 +79,12 @@ def chosen_tools(given: str | dict[str, Any] | None) -> ToolChoice:
     )
 
 
-def _chosen_name(given: Mapping[str, Any]) -> str | None:
+def _chosen_name(given: Any) -> str | None:
     """The name in {"type": "function", "function": {"name": ...}}, or the same with custom; None if it is neither."""
-    kind = given.get("type")
-    if kind not in ("function", "custom") or not isinstance(named := given.get(kind), dict):
-        return None
-    name = named.get("name")
-    return name if isinstance(name, str) else None
+    match given:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "custom", "custom": {"name": str(name)}}:
+            return name
+    return None
 
 
 def _allowed(given: Any) -> ToolChoice:
@@ -94,8 +93,8 @@ def _allowed(given: Any) -> ToolChoice:
     if not isinstance(given, dict) or given.get("mode") not in ("auto", "required"):
         raise invalid(f"{where}.mode must be auto or required", f"{where}.mode")
     tools = given.get("tools")
-    names = [_chosen_name(tool) if isinstance(tool, dict) else None for tool in tools or ()]
-    if not isinstance(tools, list) or None in names:
+    names = [_chosen_name(tool) for tool in tools] if isinstance(tools, list) else [None]
+    if None in names:
         raise invalid(
             f'{where}.tools must be a list of {{"type": "function", "function": {{"name": "..."}}}}', f"{where}.tools"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -28,11 +27,13 @@ class PrometheusExporter:
         model_name: str,
         max_len: int,
         names: str = "engine",
+        supervisor: int = 0,
         routes: Callable[[], Sequence[Route]] = tuple,
     ) -> None:
         """engine_reports: returns the report of each replica, in order. max_len: maximum context length, tokens.
 
-        names: server.metrics_names. routes: returns the HTTP routes that are counted.
+        names: server.metrics_names. supervisor: its process ID; 0: there is none. routes: returns the HTTP routes that
+        are counted.
         """
         self._metrics = metrics
         self._engine_reports = engine_reports
@@ -40,7 +41,7 @@ class PrometheusExporter:
         self._max_len = max_len
         self._names = names
         self._routes = routes
-        self._processes = ProcessReader(os.getppid())
+        self._processes = ProcessReader(supervisor)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -60,9 +61,10 @@ class PrometheusExporter:
 
     def _text(self, metric: Metric[Source], sources: Sequence[tuple[Iterable[tuple[str, str]], Source]]) -> str:
         """One metric under each of its names. sources: each with the labels that stand before the metric's own."""
-        read = [(labels, list(metric.read(source))) for labels, source in sources]
+        named = series(metric, self._names, self._max_len)
+        read = [(labels, list(metric.read(source))) for labels, source in sources] if named else []
         texts = []
-        for one in series(metric, self._names, self._max_len):
+        for one in named:
             before = ((label_pairs(one.common_labels(labels)), samples) for labels, samples in read)
             samples = ((labels, sample) for labels, found in before for sample in (*found, *one.zeros))
             texts.append(write(one, metric.kind, metric.help, metric.bounds, samples))

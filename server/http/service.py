@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,6 +103,11 @@ class Service:
         """Number of POST requests being answered."""
         self._threads = TextThreads()
         self._token_cache = TokenCache(tokenizer, config.server.token_cache_bytes)
+
+    @property
+    def supervisor(self) -> int:
+        """Process ID of the supervisor, which is the parent of a front end; 0: there is none."""
+        return os.getppid()
 
     @contextmanager
     def answering(self) -> Iterator[None]:

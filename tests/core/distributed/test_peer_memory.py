@@ -93,6 +93,18 @@ def test_open_returns_none_if_there_are_no_kernels_or_a_rank_cannot_map(
     assert caplog.messages[-1].endswith("small all-reduces take longer: no access to peers")
 
 
+@pytest.mark.parametrize("refused", ["", "no access to peers"], ids=["another rank", "this rank"])
+def test_open_unregisters_the_group_when_a_rank_cannot_map(
+    shared: type[Shared], monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    monkeypatch.setattr(LoneRank, "minimum", lambda self, number: 0)
+    monkeypatch.setattr(shared, "refused", refused)
+    store = torch._C._distributed_c10d.HashStore()
+    assert PeerMemory.open(LoneRank(0, 2), store) is None
+    with pytest.raises(RuntimeError, match="Could not resolve the process group"):
+        torch._C._distributed_c10d._resolve_process_group(store.get("name").decode())
+
+
 def test_close_unregisters_the_group(shared: type[Shared]) -> None:
     memory = make(0)
     memory.close()

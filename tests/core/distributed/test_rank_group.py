@@ -342,7 +342,7 @@ def test_errors_name_rank_and_operation(tmp_path: Path) -> None:
             group.all_reduce(torch.ones(4))
 
     with pytest.raises(ExecutorError, match="rank 0 of 2: all_reduce failed"):
-        run_ranks(2, leave_early, timeout=1.0)
+        run_ranks(2, leave_early, timeout=10.0)
 
     def use_after(group: RankGroup) -> None:
         group.close()

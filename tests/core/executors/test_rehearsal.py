@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -10,9 +11,10 @@ import pytest
 from engine.core import engine as engine_module
 from engine.core.engine import Engine
 from engine.core.errors import CheckpointError, ExecutorError, PluginError
+from engine.core.executors.base import Health
 from engine.core.executors.rehearsal import rehearse
 from engine.core.runner.step import StepLauncher
-from engine.core.types import EngineStats, SamplingParams, Step
+from engine.core.types import CacheInfo, EngineStats, SamplingParams, Step, StepResult
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.executors.uniproc import UniprocExecutor
 
@@ -109,6 +111,33 @@ def test_full_step_has_all_tokens_that_limits_allow(
     assert [chunk.count for chunk in full.chunks] == lengths
     assert end.finished == tuple(range(len(lengths) + 1))
     assert not engine._executor._runner._launcher.state.persistent_batch._sequences
+
+
+class Recording:
+    """An executor that runs nothing and answers rightly."""
+
+    asynchronous = False
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+
+    def submit(self, step: Step) -> Any:
+        self.steps.append(step)
+        samples = (*step.decodes, *(chunk.sequence for chunk in step.chunks if chunk.sample))
+        result = StepResult(step=step.id, tokens=((0,) * len(samples),))
+        return SimpleNamespace(done=lambda: True, result=lambda: result)
+
+    def check(self) -> Health:
+        return Health(ok=True)
+
+
+def test_full_step_has_all_tokens_when_all_layers_keep_a_state() -> None:
+    sizes = dict.fromkeys(("num_blocks", "weights_bytes", "activation_bytes", "kv_bytes", "budget_bytes"), 0)
+    cache = CacheInfo(block_size=16, kinds=(), states=2, device="", dtype="float32", **sizes)
+    executor: Any = Recording()
+    limits = {"max_tokens": 40, "max_len": 24, "max_running": 4, "vocab_size": 9}
+    rehearse(executor, cache, owner="executor 'mine'", full=True, **limits)
+    assert [chunk.count for chunk in executor.steps[-2].chunks] == [24, 16]
 
 
 def test_start_fails_with_the_error_of_the_rehearsal(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

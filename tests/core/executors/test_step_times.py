@@ -87,6 +87,10 @@ def test_steps_with_and_without_drafts_are_measured_by_rows() -> None:
     assert {len(step.decodes) for step in executor.steps} == {0, 1, 2, 4, 8, 16, 20}
 
 
+def test_steps_are_measured_when_all_layers_keep_a_state() -> None:
+    assert measure(Clocked(), cache=cache_of(0, kinds=()), max_running=1).sequences == (0,)
+
+
 class Ahead(Clocked):
     """Computes decodes one after the other, while further ones are submitted; the host takes 3 s to submit a step."""
 

@@ -148,6 +148,13 @@ def test_anything_else_is_an_error(data: bytes) -> None:
         MessageDecoder[types.Output](types.Output).decode(data)
 
 
+@pytest.mark.parametrize("tokens", [7, [1, 2], "text", None, b"123"], ids=str)
+def test_decode_raises_an_engine_error_when_tokens_are_of_another_type(tokens: object) -> None:
+    data = encode({"sequence": 1, "tokens": tokens, "prompt_len": 1, "params": {}})
+    with pytest.raises(EngineError, match=r"a message could not be read as .*NewSequence.* at `\$\.tokens`"):
+        MessageDecoder[types.NewSequence](types.NewSequence).decode(data)
+
+
 def test_a_bad_value_is_refused_by_its_own_class() -> None:
     data = encode({"temperature": -1.0})
     with pytest.raises(EngineError, match="temperature"):

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,17 +162,56 @@ def test_a_grammar_in_progress_is_not_ready_and_few_are_compiled_at_a_time(make:
     assert len(backend.threads) <= compiler.THREADS
 
 
+class Clock:
+    """Stands in for the module time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of grammars, which passes when the test says so."""
+    clock = Clock()
+    monkeypatch.setattr(compiler, "time", clock)
+    return clock
+
+
 @both
-def test_a_slow_grammar_is_refused_and_known_when_it_is_done(make: Make, compile_it: Compile) -> None:
-    grammars = make(compile_timeout=0.05)
+def test_a_slow_grammar_is_refused_and_known_when_it_is_done(make: Make, clock: Clock, compile_it: Compile) -> None:
+    grammars = make(compile_timeout=5.0)
     grammars.compile(Grammar.regex("a"))
     slow = Grammar.regex("hold")
-    with pytest.raises(InvalidRequestError, match=r"takes more than 0.05 s to compile \(grammar.compile_timeout\)"):
+    assert not grammars.ready(slow)
+    made[0].begun.acquire()
+    clock.now += 5.0
+    with pytest.raises(InvalidRequestError, match=r"takes more than 5 s to compile \(grammar.compile_timeout\)"):
         compile_it(grammars, slow)
     assert grammars.ready(slow)
     made[0].let_go.set()
     assert grammars.begin(slow).result()
     assert compile_it(grammars, slow)
+
+
+def test_acompile_refuses_a_grammar_that_becomes_too_slow_while_it_waits(make: Make, clock: Clock) -> None:
+    grammars = make(compile_timeout=0.01)
+    grammars.compile(Grammar.regex("a"))
+    slow = Grammar.regex("hold")
+    assert not grammars.ready(slow)
+    made[0].begun.acquire()
+
+    async def wait() -> None:
+        waiting = asyncio.create_task(grammars.acompile(slow))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        clock.now += 5.0
+        await waiting
+
+    with pytest.raises(InvalidRequestError, match=r"takes more than 0\.01 s to compile"):
+        asyncio.run(wait())
 
 
 def test_a_grammar_is_compiled_when_the_event_loop_that_waits_for_it_ends(
@@ -185,7 +223,7 @@ def test_a_grammar_is_compiled_when_the_event_loop_that_waits_for_it_ends(
 
     async def give_up() -> None:
         waiting = asyncio.create_task(grammars.acompile(held))
-        while not grammars._entry(held).begun:
+        while grammars._entry(held).begun is None:
             await asyncio.sleep(0.01)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -197,19 +235,16 @@ def test_a_grammar_is_compiled_when_the_event_loop_that_waits_for_it_ends(
     assert not caplog.records
 
 
-def test_making_the_backend_is_no_part_of_compile_timeout(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, compiling = 0.0, threading.Event()
-    monkeypatch.setattr(compiler, "time", SimpleNamespace(monotonic=lambda: now))
+def test_making_the_backend_is_no_part_of_compile_timeout(make: Make, clock: Clock) -> None:
+    compiling = threading.Event()
 
     class Slow(Backend):
         def __init__(self, vocabulary: GrammarVocabulary, options: None) -> None:
-            nonlocal now
-            now += 1.2
+            clock.now += 1.2
             super().__init__(vocabulary, options)
 
         def compile(self, grammar: Grammar) -> CompiledGrammar:
-            nonlocal now
-            now += 0.9
+            clock.now += 0.9
             compiling.set()
             return super().compile(grammar)
 
@@ -218,22 +253,22 @@ def test_making_the_backend_is_no_part_of_compile_timeout(make: Make, monkeypatc
     future = grammars.begin(held)
     compiling.wait()
     assert not grammars.ready(held)
-    now += 0.2
+    clock.now += 0.2
     assert grammars.ready(held)
     made[0].let_go.set()
     future.result()
 
 
 @both
-def test_a_grammar_that_no_thread_takes_up_is_refused(
-    make: Make, monkeypatch: pytest.MonkeyPatch, compile_it: Compile
-) -> None:
-    monkeypatch.setattr(compiler, "QUEUE_SECONDS", 0.05)
+def test_a_grammar_that_no_thread_takes_up_is_refused(make: Make, clock: Clock, compile_it: Compile) -> None:
     grammars = make()
     grammars.compile(Grammar.regex("a"))
     for number in range(compiler.THREADS):
         grammars.begin(Grammar.regex(f"hold {number}"))
-    with pytest.raises(InvalidRequestError, match=r"has waited 0\.05 s for others"):
+        made[0].begun.acquire()
+    assert not grammars.ready(Grammar.regex("b"))
+    clock.now += compiler.QUEUE_SECONDS
+    with pytest.raises(InvalidRequestError, match=rf"has waited {compiler.QUEUE_SECONDS:g} s for others"):
         compile_it(grammars, Grammar.regex("b"))
 
 

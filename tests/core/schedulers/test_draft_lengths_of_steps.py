@@ -74,6 +74,32 @@ def test_the_result_is_waited_for_only_where_a_proposal_may_pay() -> None:
         assert scheduler.needs_result() == waits
 
 
+def test_an_idle_step_begins_anew_when_the_step_before_was_planned_without_waiting() -> None:
+    scheduler, _, lengths = make(DEAR)
+    calls: list[str] = []
+    begin, revise = lengths.begin, lengths.revise
+
+    def begins(rows: int, tokens: int) -> bool:
+        calls.append("begin")
+        return begin(rows, tokens)
+
+    def revises(rows: int, tokens: int) -> None:
+        calls.append("revise")
+        revise(rows, tokens)
+
+    lengths.begin, lengths.revise = begins, revises  # type: ignore[method-assign]
+    scheduler.add(request("a", max_tokens=100))
+    turn(scheduler)
+    first = plan(scheduler)
+    assert not scheduler.needs_result()
+    second = plan(scheduler)
+    for step in (first, second):
+        verify(scheduler, step, 0)
+    calls.clear()
+    plan(scheduler)
+    assert calls == ["begin"]
+
+
 def test_a_finished_request_is_forgotten() -> None:
     scheduler, _, lengths = make(FREE)
     scheduler.add(request("a", max_tokens=100))

@@ -54,8 +54,8 @@ def test_waiting_tasks_are_dropped_after_an_error() -> None:
         with ReaderPool("cpu", 1) as readers:
             failing = readers.submit([ReadTask(("a", 0), target, fail)])
             readers.submit([ReadTask(("a", 1), target, wait)])
-            readers.submit([ReadTask(("a", 2), target, work) for _ in range(50)])
-            threading.Timer(0.05, first.set).start()
+            waiting = readers.submit([ReadTask(("a", 2), target, work) for _ in range(50)])
+            waiting._futures[-1].add_done_callback(lambda _: first.set())  # once it is dropped, the last of all
             failing.wait()
 
     with pytest.raises(OSError, match="no such block"):

@@ -16,6 +16,7 @@ from engine.core.config.tree import EngineConfig, ExecutorConfig, ModelConfig
 from engine.core.device import DeviceInfo
 from engine.core.executors.deployment import Deployment
 from engine.core.types import Step
+from engine.plugins.executors import multiproc, worker_process, workers
 from engine.plugins.executors.multiproc import MultiprocExecutor, Options
 
 
@@ -65,6 +66,27 @@ def make_executor(
     gc.collect()  # errors that were raised refer to what they passed through
     assert descriptors() == before[0]
     assert shared_memory() == before[1]
+
+
+class Clock:
+    """Stands in for the module time: the time that passes, and what a test adds."""
+
+    sleep = staticmethod(time.sleep)
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which an executor finds that something hangs."""
+    clock = Clock()
+    for module in (multiproc, worker_process, workers):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
 
 
 @pytest.fixture

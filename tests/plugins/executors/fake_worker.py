@@ -2,8 +2,8 @@
 
 How it behaves is in model.options of its configuration, by rank: {"1": {"at": when, "do": what}}, where `when` is
 start, the name of a control call, or the number of a step, or minus that number, for its result, and `what` one of
-FAULTS; {"delay": seconds a step takes}, one after the other as on a device; and {"hold": directory}: a step ends when
-its number is a file there.
+FAULTS; {"mark": file}, made right before such a fault; {"delay": seconds a step takes}, one after the other as on a
+device; and {"hold": directory}: a step ends when its number is a file there.
 """
 
 from __future__ import annotations
@@ -120,6 +120,8 @@ class FakeRunner:
     def _fault(self, when: str | int) -> None:
         mine = self._options.get(str(self._rank), {})
         if mine.get("at") == when:
+            if "mark" in self._options:
+                Path(self._options["mark"]).touch()
             FAULTS[mine["do"]]()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +25,7 @@ from engine.core.errors import CapacityError, ControlError, EngineError, Executo
 from engine.core.shm import RingSpaceError, RingWriter, overflow, segment
 from engine.core.startup import Progress
 from engine.core.types import NewSequence, SamplingParams, Step
+from engine.plugins.executors import workers
 from engine.plugins.executors.multiproc import MultiprocExecutor, Options
 from engine.plugins.executors.tp import TensorParallelExecutor
 from engine.plugins.executors.uniproc import UniprocExecutor
@@ -123,6 +126,24 @@ def test_start_raises_a_worker_error_with_its_class(make_executor: Make, caplog:
     assert "Traceback" not in caplog.text  # the sentence says it all
 
 
+@pytest.mark.parametrize(("module", "call"), [(subprocess, "Popen"), (os, "pidfd_open")])
+def test_start_leaves_no_process_and_no_descriptor_when_a_worker_cannot_be_started(
+    make_executor: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, module: Any, call: str
+) -> None:
+    """The fixture checks what is left."""
+    caplog.set_level(logging.CRITICAL, workers.__name__)  # a record of the error would keep the executor
+    executor = make_executor()
+    works = getattr(module, call)
+
+    def fails(*given: Any, **named: Any) -> Any:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(module, call, fails)
+    with pytest.raises(ExecutorError, match=r"^the workers could not be started .* too many open files"):
+        executor.start()
+    monkeypatch.setattr(module, call, works)
+
+
 def test_start_logs_the_traceback_of_an_unexpected_error_once(
     make_executor: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,9 +183,7 @@ def test_start_reports_the_exit_of_a_worker(make_executor: Make, do: str, status
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_exit_of_a_worker_wakes_the_caller(
-    make_executor: Make, make_step: MakeStep, worker_pids: Pids, ranks: int
-) -> None:
+def test_exit_of_a_worker_wakes_the_caller(make_executor: Make, make_step: MakeStep, until: Make, ranks: int) -> None:
     executor = make_executor(ranks, delay=1000)
     executor.start()
     pending = executor.submit(make_step(1))
@@ -172,10 +191,11 @@ def test_exit_of_a_worker_wakes_the_caller(
     killed: list[float] = []
 
     def kill() -> None:
+        until(lambda: executor._heartbeats[ranks - 1].begun == 1)
         killed.append(time.monotonic())
         os.kill(pid, signal.SIGKILL)
 
-    threading.Timer(0.2, kill).start()
+    threading.Thread(target=kill).start()
     with pytest.raises(ExecutorError, match=rf"rank {ranks - 1} \(process {pid}\) was killed by SIGKILL in step 1;"):
         pending.result()
     assert time.monotonic() - killed[0] < PROMPT
@@ -222,29 +242,57 @@ def test_step_error_names_rank_and_step(
     ],
 )
 def test_hung_step_fails_with_the_stack_of_the_late_rank(
-    make_executor: Make, make_step: MakeStep, at: int, do: str, place: str, caplog: pytest.LogCaptureFixture
+    make_executor: Make,
+    make_step: MakeStep,
+    until: Make,
+    clock: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    at: int,
+    do: str,
+    place: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    executor = make_executor(2, step_timeout=2.0, **{"0": {"at": at, "do": do}})
+    mark = tmp_path / "mark"
+    executor = make_executor(2, step_timeout=60.0, **{"0": {"at": at, "do": do}, "mark": str(mark)})
     executor.start()
     assert run(executor, make_step(1)) == [1]
-    begun = time.monotonic()
-    with pytest.raises(ExecutorError, match=r"^step 2 took more than 2 s \(option step_timeout\)") as hung:
-        run(executor, make_step(2))
-    assert 2 < time.monotonic() - begun < 2 + PROMPT
+    pending = executor.submit(make_step(2))
+    until(lambda: mark.exists() and executor._heartbeats[1].finished == 2)
+    if do == "stop":
+        stat = Path(f"/proc/{executor._workers.workers[0]._process.pid}/stat")
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+    else:
+        monkeypatch.setattr(workers, "STACK_SECONDS", PROMPT)
+    clock.ahead += 60.0
+    with pytest.raises(ExecutorError, match=r"^step 2 took more than 60 s \(option step_timeout\)") as hung:
+        pending.result()
     assert re.search(rf"the worker of rank 0 \(process \d+\): {place}", str(hung.value))
     assert ("Current thread" in caplog.text) == (do == "sleep_for_ever")
 
 
-def test_slow_step_does_not_count_as_hung(make_executor: Make, make_step: MakeStep) -> None:
-    executor = make_executor(step_timeout=2.0, delay=1.1)
+def test_slow_step_does_not_count_as_hung(
+    make_executor: Make, make_step: MakeStep, until: Make, clock: Any, tmp_path: Path
+) -> None:
+    executor = make_executor(step_timeout=60.0, hold=str(tmp_path))
     executor.start()
+
+    def pass_time(seconds: float) -> None:
+        clock.ahead += seconds
+        executor._workers._check_hung(clock.monotonic())
+
     first, second = executor.submit(make_step(1)), executor.submit(make_step(2))
-    time.sleep(1.2)  # the first result is there, and is not asked for
-    first.result(), second.result()  # 2.2 s together
-    third = executor.submit(make_step(3))
-    assert third.result().step == 3
-    time.sleep(2.1)  # idle is not hung either
+    (tmp_path / "1").touch()
+    until(lambda: executor._heartbeats[0].finished == 1)
+    pass_time(40)  # the first result is there, and is not asked for
+    first.result()
+    pass_time(40)  # 80 s for both together
+    (tmp_path / "2").touch()
+    second.result()
+    pass_time(100)  # idle is not hung either
     assert executor.check().ok
+    (tmp_path / "3").touch()
+    assert run(executor, make_step(3)) == [3]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -346,13 +394,26 @@ def test_call_reports_a_worker_that_dies_in_it(make_executor: Make) -> None:
         executor.call("tell", {})
 
 
-def test_hung_call_fails_with_the_stack_of_the_late_rank(make_executor: Make, caplog: pytest.LogCaptureFixture) -> None:
-    executor = make_executor(2, step_timeout=0.5, **{"1": {"at": "tell", "do": "sleep_for_ever"}})
+def test_hung_call_fails_with_the_stack_of_the_late_rank(
+    make_executor: Make,
+    until: Make,
+    clock: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(workers, "STACK_SECONDS", PROMPT)
+    mark = tmp_path / "mark"
+    executor = make_executor(2, step_timeout=60.0, **{"1": {"at": "tell", "do": "sleep_for_ever"}, "mark": str(mark)})
     executor.start()
-    with pytest.raises(
-        ExecutorError, match=r"^the control call tell took more than 0\.5 s .*rank 1 .*stack is sleep_for_ever"
-    ):
-        executor.call("tell", {})
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(executor.call, "tell", {})
+        until(lambda: mark.exists() and executor._workers._answered == {0})
+        clock.ahead += 60.0
+        with pytest.raises(
+            ExecutorError, match=r"^the control call tell took more than 60 s .*rank 1 .*stack is sleep_for_ever"
+        ):
+            call.result()
     assert "has not finished the control call tell" in caplog.text
 
 
@@ -362,10 +423,10 @@ def test_shutdown_is_orderly_and_may_be_repeated(make_executor: Make, make_step:
     executor = make_executor(2)
     executor.start()
     executor.submit(make_step(1))
-    workers = executor._workers.workers
+    processes = executor._workers.workers
     executor.shutdown()
     executor.shutdown()
-    assert [worker._process.returncode for worker in workers] == [0, 0]
+    assert [worker._process.returncode for worker in processes] == [0, 0]
     assert not executor.check().ok
     with pytest.raises(ExecutorError, match="shut down"):
         executor.submit(make_step(2))

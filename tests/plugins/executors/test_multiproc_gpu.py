@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,10 +52,8 @@ def test_the_memory_is_free_again(engine_checkpoint: Path, until: Callable[..., 
         if end == "kill":
             executor: Any = engine._executor
             os.kill(executor._workers.workers[0]._process.pid, signal.SIGKILL)
-            begun = time.monotonic()
             with pytest.raises(ExecutorError, match="SIGKILL"):
                 list(stream)
-            assert time.monotonic() - begun < 2
         else:
             stream.close()  # type: ignore[attr-defined]
     until(lambda: before - free() < SLACK)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,10 +63,8 @@ def test_the_same_tokens_as_one_rank_and_the_death_of_one_of_two(engine_checkpoi
         stream = two.stream(PROMPTS[0], attrs.evolve(GREEDY, max_tokens=None))
         next(stream)
         os.kill(executor._workers.workers[1]._process.pid, signal.SIGKILL)
-        begun = time.monotonic()
         with pytest.raises(ExecutorError, match=r"the worker of rank 1 \(process \d+\) was killed by SIGKILL"):
             list(stream)
-        assert time.monotonic() - begun < 2
         assert not two.check().ok
 
 

@@ -17,7 +17,7 @@ from engine.core.types import TokenLogprobs
 from engine.plugins.parsers.hermes import Hermes
 from engine.plugins.parsers.tagged import ReasoningOptions
 from engine.plugins.protocols.responses.input import encrypted, template_messages
-from engine.plugins.protocols.responses.tools import read_tools
+from engine.plugins.protocols.responses.tools import read_choice, read_tools
 from engine.plugins.protocols.responses.writer import Answer, ResponseWriter
 
 TEMPLATES = Templates(chat="<think> {{ tools }} <tool_call>")
@@ -223,6 +223,27 @@ def test_reasoning_is_read_from_the_fullest_field() -> None:
     assert messages(item | {"content": None})[0]["reasoning_content"] == "é"
     assert messages(item | {"content": None, "encrypted_content": None})[0]["reasoning_content"] == "s"
     assert messages({"type": "reasoning", "summary": []}) == []
+
+
+@pytest.mark.parametrize("role", [None, 1, ["user"], {"user": 1}, "tool"])
+def test_a_message_is_refused_by_name_when_its_role_is_unknown(role: Any) -> None:
+    with pytest.raises(ApiError, match=r"input\[0\]\.role must be one of") as caught:
+        messages({"type": "message", "role": role, "content": "x"})
+    assert caught.value.param == "input[0].role"
+
+
+@pytest.mark.parametrize("given", ["engine-1:é", "engine-1:x", "engine-1:/w==", "other", 1, ["engine-1:"]])
+def test_encrypted_content_is_refused_by_name_when_this_server_did_not_make_it(given: Any) -> None:
+    with pytest.raises(ApiError, match="was not made by this server") as caught:
+        messages({"type": "reasoning", "encrypted_content": given})
+    assert caught.value.param == "input[0].encrypted_content"
+
+
+@pytest.mark.parametrize("name", [None, 1, [], {}, "other"])
+def test_a_tool_choice_is_refused_when_it_allows_a_tool_that_is_not_offered(name: Any) -> None:
+    with pytest.raises(ApiError, match="none of the functions that are offered") as caught:
+        read_choice({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": name}]}, TOOLS)
+    assert caught.value.param == "tool_choice"
 
 
 def test_long_inputs_are_read_in_time_that_grows_with_their_length() -> None:

@@ -115,6 +115,20 @@ def test_packed_tokens_give_the_proposals_of_lists() -> None:
     assert ngram().propose(packed, 5) == ngram().propose(sequence(tokens), 5) != []
 
 
+@pytest.mark.parametrize(("context", "limit"), [(128, 72), (1024, 72), (1100, 136), (1030, 136), (2000, 136)])
+def test_index_takes_at_most_the_documented_bytes_per_token_of_the_context_when_it_is_full(
+    context: int, limit: int
+) -> None:
+    tokens = random.Random(4).choices(range(800), k=2 * context)
+    index = NgramIndex((4, 2), context=context)
+    for end in range(context, len(tokens) + 1, context // 2):
+        index.extend(tokens[:end])
+        index.continuation(2)
+    assert index._room == len(index._tokens) == 2 * context
+    memory = sum(table.nbytes for table in index._tables) + len(index._tokens) * index._tokens.itemsize
+    assert memory <= limit * context
+
+
 def test_tokens_before_the_context_are_forgotten_and_memory_stays_bounded() -> None:
     pick = random.Random(5)
     tokens = [900, 901, 902, *pick.choices(range(800), k=100)]

@@ -6,11 +6,14 @@ import json
 import re
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import httpx
 import pytest
+
+Serve = Callable[..., AbstractContextManager[Any]]
 
 COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
 END = {"1.0": b"\n\n", "1.1": b"\n\n\r\n"}
@@ -304,6 +307,14 @@ def test_a_small_unread_body_keeps_the_connection(server: Any) -> None:
         assert read_response(connection).startswith(b"HTTP/1.1 404")
         connection.sendall(body + b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert read_all(connection).startswith(b"HTTP/1.1 200")
+
+
+def test_a_failure_says_that_the_connection_closes(serve_fake: Serve) -> None:
+    with serve_fake() as own, connect(own) as connection:
+        connection.sendall(post({"prompt": "break the tokenizer"}, path="/tokenize"))
+        status, headers, body = parse(read_all(connection))
+    assert (status, headers["connection"]) == (500, "close")
+    assert json.loads(body)["error"]["type"] == "server_error"
 
 
 @pytest.mark.parametrize("split", [0, 1, 20, 1000])

@@ -55,6 +55,16 @@ def test_admin_routes_address_one_replica_or_all(admin: Any) -> None:
         assert client.get(PATH).status_code == 405
 
 
+@pytest.mark.parametrize(
+    ("path", "name"), [("/start_profile", "steps"), ("/start_profile", "after"), ("/start_layer_profile", "steps")]
+)
+@pytest.mark.parametrize("steps", [-1, 10**30, 1.5, "1"])
+def test_a_number_of_steps_is_refused_by_name_when_it_is_none(admin: Any, path: str, name: str, steps: Any) -> None:
+    with admin.client(**KEY) as client:
+        response = client.post(path, json={name: steps})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
 def test_a_call_to_a_replica_that_is_down_is_reported(admin: Any) -> None:
     os.kill(admin.engine_pids()[1], signal.SIGKILL)
     with admin.client(**KEY) as client:

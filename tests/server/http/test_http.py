@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -349,6 +350,11 @@ def test_a_disconnect_aborts_all_choices(server: Any, gate: Any, stream: bool) -
         server.until(lambda: server.metrics()["engine_num_requests_running"] == 4)
     server.until(lambda: server.metrics()['engine_requests_finished_total{finish_reason="abort"}'] == aborted + 4)
     server.until(lambda: server.metrics()["engine_num_requests_running"] == 0)
+
+
+def test_metrics_have_each_process_of_the_server(server: Any) -> None:
+    started = re.findall(r'process_start_time_seconds{process="(\w+)"', " ".join(server.metrics()))
+    assert started == ["supervisor", "front_end", "engine"]
 
 
 def test_api_key_is_required_except_for_health(serve_fake: Serve) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import pytest
 from engine.core.grammars import Grammar
 from engine.core.parsers import CallArguments, CallBegin, Content, Event, Parser, Templates, ToolChoice
 from engine.core.protocols import ApiError, Conversation, Delta, FunctionTool, Usage
+from engine.core.types import TokenLogprobs
 from engine.plugins.parsers.hermes import Hermes
 from engine.plugins.parsers.none import NoParser
 from engine.plugins.parsers.tagged import ReasoningOptions
@@ -19,6 +21,7 @@ from engine.server.http.chat_message import ChatMessage
 from engine.server.http.output_rules import Output, planned_output
 from engine.server.http.service import Service
 from engine.server.http.tools import offered_tools
+from tests.server.fake_front_end import ByteTokenizer
 
 
 class Plain(Parser[None]):
@@ -92,15 +95,37 @@ def test_what_asks_for_nothing_costs_nothing() -> None:
             assert planned(parser, **given).grammar is None
 
 
-def test_choices_of_a_stream_begin_in_their_order() -> None:
-    service: Any = SimpleNamespace(name="tiny", tokenizer=None)
-    writer = ChatWriter(service, "x", [ChatMessage(lambda: "id") for _ in range(3)], None, None)
+Chunks = Callable[..., list[tuple[int, Any]]]
 
-    def chunks(choice: int, events: list[Event], reason: Any = None) -> list[tuple[int, Any]]:
-        delta = Delta(choice, events=events, finish_reason=reason)
+
+def chat_stream(num_choices: int, logprobs: int | None = None) -> Chunks:
+    """A stream of chat: chunks(choice, events, finish_reason) are the choice and delta of each chunk of a Delta."""
+    service: Any = SimpleNamespace(name="tiny", tokenizer=ByteTokenizer(""))
+    writer = ChatWriter(service, "x", [ChatMessage(lambda: "id") for _ in range(num_choices)], None, logprobs)
+    entries = [] if logprobs is None else [TokenLogprobs(token=97, logprob=-0.5, rank=1, top=())]
+
+    def chunks(choice: int, events: list[Event] | None, reason: Any = None) -> list[tuple[int, Any]]:
+        delta = Delta(choice, logprobs=entries, events=events, finish_reason=reason)
         found = [json.loads(event[len("data: ") :]) for event in writer.events(delta, lambda: Usage(1))]
         return [(one["choices"][0]["index"], one["choices"][0]["delta"]) for one in found]
 
+    return chunks
+
+
+def test_content_becomes_empty_when_only_log_probabilities_come_before_the_end() -> None:
+    begin: Any = {"role": "assistant", "content": None}
+    chunks = chat_stream(2, logprobs=0)
+    assert chunks(1, []) == [(0, begin), (1, begin), (1, {})]
+    assert chunks(0, []) == [(0, {})]
+    assert chunks(0, [], "stop") == [(0, {"content": ""}), (0, {}), (0, {})]
+    assert chunks(1, [Content("a")]) == [(1, {"content": "a"})]
+    assert chunks(1, [], "stop") == [(1, {}), (1, {})]
+    assert chat_stream(1, logprobs=0)(0, [], "stop") == [(0, begin | {"content": ""}), (0, {}), (0, {})]
+    assert chat_stream(1, logprobs=0)(0, None) == [(0, begin | {"content": ""}), (0, {"content": ""})]
+
+
+def test_choices_of_a_stream_begin_in_their_order() -> None:
+    chunks = chat_stream(3)
     first = chunks(1, [CallBegin("f"), CallArguments("{}")])
     assert [(index, delta.get("role")) for index, delta in first] == [
         (0, "assistant"),

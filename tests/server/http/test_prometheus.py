@@ -10,9 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.core.histogram import Histogram
 from engine.core.types import CacheInfo, EngineStats, HistogramCounts, RequestTimes
+from engine.server.http import prometheus
 from engine.server.http.prometheus import PrometheusExporter
 from engine.server.metrics import buckets
-from engine.server.metrics.definition import VLLM_PREFIX
+from engine.server.metrics.definition import VLLM_PREFIX, Metric, Sample, VllmName
 from engine.server.metrics.metric_list import REPLICA_METRICS
 from engine.server.metrics.reports import EngineReport
 from engine.server.metrics.server_metrics import HTTP_METRICS, PROCESS_METRICS, SERVER_METRICS
@@ -240,6 +241,20 @@ def test_under_vllms_names_a_metric_that_vllm_lacks_keeps_ours() -> None:
     assert ("engine_num_requests_running", "") not in theirs
     assert both == ours | theirs
     assert not [name for name, _ in ours if name.startswith(VLLM_PREFIX)]
+
+
+@pytest.mark.parametrize(("names", "count"), [("engine", 0), ("vllm", 1), ("both", 1)])
+def test_a_metric_is_read_only_when_it_has_a_name(monkeypatch: pytest.MonkeyPatch, names: str, count: int) -> None:
+    reads: list[Any] = []
+
+    def counted(report: Any) -> list[Sample]:
+        reads.append(report)
+        return [((), 1)]
+
+    metric = Metric(name="", kind="gauge", help="", read=counted, vllm=VllmName(name="theirs"))
+    monkeypatch.setattr(prometheus, "REPLICA_METRICS", (metric,))
+    samples(board(), EngineStats(), names=names)
+    assert len(reads) == count
 
 
 def test_vllms_histograms_have_vllms_buckets_and_the_same_counts() -> None:

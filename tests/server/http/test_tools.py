@@ -149,6 +149,14 @@ def test_a_stream_says_the_same(client: openai.OpenAI, said: str, reason: str) -
     assert [bool(chunk.usage) for chunk in chunks][-2:] == [False, True]
 
 
+@pytest.mark.parametrize("said", ["", " ", "It is sunny.", "<think>\nhm\n</think>", CALL])
+def test_a_stream_says_the_same_when_log_probabilities_are_asked_for(client: openai.OpenAI, said: str) -> None:
+    whole = chat(client, said, tools=TOOLS, logprobs=True)
+    joined, _ = streamed(client, said, tools=TOOLS, logprobs=True)
+    assert comparable(joined) == comparable(whole)
+    assert joined.logprobs.content == whole.logprobs.content
+
+
 def test_the_deltas_of_a_call_are_as_openai_sends_them(client: openai.OpenAI) -> None:
     _, chunks = streamed(client, f"{CALL}{TIME}", tools=TOOLS)
     deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in chunks[:-1]]
@@ -247,6 +255,7 @@ def test_the_command_line_talks_to_the_server(hermes: Any) -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.allowed_tools.mode"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": 1}}}, "tool_choice.allowed_tools.tools"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "string"}}}]}, "tools"),
         ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
         ({"tools": [{"type": "custom", "custom": {"name": "x", "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: A"}}}}]}, "tools[0].custom.format.grammar.syntax"),

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import logging
+import re
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -158,3 +159,12 @@ def test_metrics_say_whether_prefixes_are_cached(run: Callable[..., None], prefi
         assert f'prefix_caching="{prefix_caching}"' in (await get(front_end, "/metrics")).text
 
     run(body, cache=CacheConfig(prefix_caching=prefix_caching))
+
+
+def test_metrics_of_processes_are_those_of_the_front_end_alone(run: Callable[..., None]) -> None:
+    async def body(front_end: FrontEnd) -> None:
+        text = (await get(front_end, "/metrics")).text
+        labels = re.findall(r"^process_start_time_seconds({.*}) ", text, re.MULTILINE)
+        assert labels == ['{process="front_end",number="0"}'], "Ray's process is no supervisor"
+
+    run(body)
