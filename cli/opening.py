@@ -29,11 +29,14 @@ def open_engine(resolved: Resolved, *, live: bool = True) -> Engine:
 def located(resolved: Resolved, *, config_only: bool = False) -> Resolved:
     """The settings with names on the hub replaced by directories; downloads the files that are missing there.
 
-    config_only: only config.json and its like are needed. Raises what `engine.core.hub.locate` raises.
+    config_only: only config.json and its like are needed. Raises what `engine.core.hub.locate` raises, and before any
+    download what `engine.core.plugin_host.check_names` raises.
     """
     from engine.core.hub import locate, locate_speculator
+    from engine.core.plugin_host import check_names, load_plugins
     from engine.core.startup_display import show_startup
 
+    check_names(resolved.config, load_plugins(resolved.config.plugins, quiet=True))
     with show_startup(lines=False, prefix="") as listener:
         speculator = locate_speculator(resolved.config, listener, config_only=config_only)
         model = locate(resolved.config.model, listener, config_only=config_only)

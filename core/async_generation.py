@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -38,8 +39,7 @@ class AsyncGenerator:
 
     async def stream(self, prompt: Sequence[int], params: SamplingParams | None) -> AsyncIterator[TextDelta]:
         """Implements Engine.astream."""
-        if params is not None and params.grammar is not None:
-            await asyncio.to_thread(self._engine.compile_grammar, params)  # else `add` would block the event loop
+        await self._engine.acompile_grammar(params)  # else `add` would block the event loop
         pump = self._running_pump()
         stream = _Stream(make_request(self._engine, prompt, params))
         pump.new.append(stream)
@@ -74,7 +74,7 @@ class AsyncGenerator:
 
 
 class _Pump:
-    """Runs steps in a thread while an event loop has open streams.
+    """Runs steps in a thread of its own while an event loop has open streams; shared threads of the loop may be busy.
 
     Streams only leave notes: `new` and `closed`. A task of the loop reads the notes between steps, when no thread uses
     the engine.
@@ -92,6 +92,7 @@ class _Pump:
         self._engine_in_use = engine_in_use
         self._streams: dict[str, _Stream] = {}
         self._running: dict[str, Detokenizer] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
         self._task = loop.create_task(self._run())
 
     def end(self, error: BaseException | None = None) -> None:
@@ -108,7 +109,7 @@ class _Pump:
         """Run steps until the engine has no work. Any error ends all streams."""
         try:
             while self._read_notes():
-                for name, output, delta in await asyncio.to_thread(self._step):
+                for name, output, delta in await self.loop.run_in_executor(self._thread, self._step):
                     error = request_error(output)
                     self._streams[name].unread.put_nowait(delta if error is None else error)
                     if delta.finish_reason is not None:
@@ -119,6 +120,8 @@ class _Pump:
             self.end(error)
             if not isinstance(error, Exception):
                 raise
+        finally:
+            self._thread.shutdown(wait=False)
 
     def _step(self) -> list[tuple[str, Output, TextDelta]]:
         with self._engine_in_use:

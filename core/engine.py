@@ -116,6 +116,9 @@ class Engine:
             raise ConfigError(f"on_progress must be a function, not {shortened(on_progress)}")
 
         phases = Phases(on_progress)
+        with phases.phase("plugins"):
+            self.plugins = plugins or load_plugins(self.config.plugins)
+            check_names(self.config, self.plugins, objects)  # before a long download
         models = (self.config.model.path, self.config.model.tokenizer, self.config.speculator.model)
         on_hub = any(map(is_hub_name, models))
         with phases.phase("download" if on_hub else "checkpoint"), _listening(on_progress) as listener:
@@ -125,9 +128,6 @@ class Engine:
         with phases.phase("checkpoint"):
             path, generation = self.config.model.path, self.config.model.generation_config
             self.checkpoint = Checkpoint.open(path, generation_config=generation)
-        with phases.phase("plugins"):
-            self.plugins = plugins or load_plugins(self.config.plugins)
-            check_names(self.config, self.plugins, objects)
         with phases.phase("import"), paused():
             set_wait_policy(self.config.executor)
             begin_driver(self.config)
@@ -249,6 +249,11 @@ class Engine:
         """
         if params is not None and params.grammar is not None:
             self._grammars.compile(params.grammar)
+
+    async def acompile_grammar(self, params: SamplingParams | None) -> None:
+        """`compile_grammar` for asyncio; no thread waits."""
+        if params is not None and params.grammar is not None:
+            await self._grammars.acompile(params.grammar)
 
     def abort(self, request_id: str) -> Output | None:
         """Finish a request immediately and free its blocks; None if no running or waiting request has this id."""

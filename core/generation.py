@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,8 @@ class _Collector:
         self._texts.append(delta.text)
         self._tokens += delta.tokens
         self._logprobs += delta.logprobs
-        self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs = delta.prompt_logprobs
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         if delta.finish_reason is not None:
             self.completion = Completion(
@@ -93,14 +95,16 @@ def _check_idle(engine: Engine) -> None:
         )
 
 
-def _step(engine: Engine) -> list[Output]:
-    """Run Engine.step, and raise a Ctrl-C pressed meanwhile only afterwards: within a step it would fail the engine.
+@contextmanager
+def _ctrl_c_deferred() -> Iterator[None]:
+    """Raise a Ctrl-C pressed meanwhile only afterwards: within a step it would fail the engine.
 
     A second Ctrl-C is raised immediately.
     """
     handler = signal.getsignal(signal.SIGINT)
     if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        return engine.step()
+        yield
+        return
     pressed = False
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -111,12 +115,11 @@ def _step(engine: Engine) -> list[Output]:
 
     signal.signal(signal.SIGINT, note)
     try:
-        outputs = engine.step()
+        yield
     finally:
         signal.signal(signal.SIGINT, handler)
     if pressed:
         raise KeyboardInterrupt
-    return outputs
 
 
 def advance(engine: Engine, running: dict[str, Detokenizer]) -> Iterator[tuple[str, Output, TextDelta]]:
@@ -124,7 +127,9 @@ def advance(engine: Engine, running: dict[str, Detokenizer]) -> Iterator[tuple[s
 
     Removes finished requests from `running`, and aborts requests whose text ended at a stop string.
     """
-    for output in _step(engine):
+    with _ctrl_c_deferred():
+        outputs = engine.step()
+    for output in outputs:
         name = output.request
         detokenizer = running.get(name)
         if detokenizer is None:
@@ -190,10 +195,11 @@ def stream(engine: Engine, prompt: Sequence[int], params: SamplingParams | None)
 
 def abort_all(engine: Engine, requests: Iterable[str]) -> None:
     """Abort these requests, and commit the step that may still be in flight, so that the engine is idle."""
-    for name in requests:
-        engine.abort(name)
-    while engine.has_work and engine.check().ok:
-        engine.step()
+    with _ctrl_c_deferred():
+        for name in requests:
+            engine.abort(name)
+        while engine.has_work and engine.check().ok:
+            engine.step()
 
 
 class _Bar:

@@ -38,10 +38,14 @@ class MessageDecoder(Generic[T]):
             ) from error
 
 
-def _pack(value: object) -> memoryview:
-    """Bytes for a value of a type that msgpack does not have. Raises NotImplementedError for all but Tokens."""
+def _pack(value: object) -> memoryview | str | int | float:
+    """What to send for a value that is not exactly of a type of msgpack: bytes for Tokens, and the plain value for one
+    of a derived class, such as numpy.float64. Raises NotImplementedError for all others."""
     if isinstance(value, Tokens):
         return value.pack()
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
     raise NotImplementedError(f"{type(value).__name__} is not plain data and cannot be sent")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -103,16 +104,25 @@ class Grammars:
         Raises InvalidRequestError for a refusal, PluginError for a broken backend, ExecutorError after `close`.
         """
         entry = self._entry(grammar)
-        while not entry.future.done():
-            seconds = self._seconds_left(entry)
-            if seconds <= 0:
-                raise self._too_slow(entry)
+        while seconds := self._seconds_to_wait(entry):
             with suppress(FutureTimeoutError):
-                entry.future.exception(min(seconds, 1.0))
-        error = entry.future.exception()
-        if error is not None:
-            raise error.with_traceback(None)  # else each request would add frames to an error that is kept
-        return entry.future.result()
+                entry.future.exception(seconds)
+        return self._outcome(entry)
+
+    async def acompile(self, grammar: Grammar) -> CompiledGrammar:
+        """`compile` for asyncio: the event loop goes on, and no thread waits."""
+        entry = self._entry(grammar)
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake(_: Future[CompiledGrammar]) -> None:
+            with suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(done.set)
+
+        entry.future.add_done_callback(wake)
+        while seconds := self._seconds_to_wait(entry):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), seconds)
+        return self._outcome(entry)
 
     def close(self) -> None:
         """End the threads. Grammars that have not begun to be compiled fail."""
@@ -182,6 +192,24 @@ class Grammars:
                 vocabulary = grammar_vocabulary(tokenizer, self._vocab_size, self._eos_tokens)
                 self._backend = self._class(vocabulary, self._options)
             return self._backend
+
+    def _seconds_to_wait(self, entry: _Entry) -> float:
+        """Time until the entry should be looked at again; 0 if its grammar is done. Raises InvalidRequestError if it
+        is too slow."""
+        if entry.future.done():
+            return 0.0
+        seconds = self._seconds_left(entry)
+        if seconds <= 0:
+            raise self._too_slow(entry)
+        return min(seconds, 1.0)
+
+    @staticmethod
+    def _outcome(entry: _Entry) -> CompiledGrammar:
+        """The compiled grammar of an entry that is done, or the error."""
+        error = entry.future.exception()
+        if error is not None:
+            raise error.with_traceback(None)  # else each request would add frames to an error that is kept
+        return entry.future.result()
 
     def _seconds_left(self, entry: _Entry) -> float:
         """Time until a grammar counts as too slow."""

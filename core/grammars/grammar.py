@@ -10,6 +10,7 @@ from typing import Any, Final
 from attrs import field, frozen
 
 from engine.core.errors import InvalidRequestError
+from engine.core.unicode import is_unicode
 
 JSON_SCHEMA: Final = "json_schema"
 JSON_OBJECT: Final = "json_object"
@@ -25,10 +26,8 @@ def _text(_: Any, attribute: Any, value: Any) -> None:
     """An attrs validator: a text that is Unicode."""
     if not isinstance(value, str):
         raise InvalidRequestError(f"{attribute.name} of a grammar must be a text, not {shortened(value)}", PARAMETER)
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequestError("the grammar has half of a surrogate pair, so it is not Unicode", PARAMETER) from None
+    if not is_unicode(value):
+        raise InvalidRequestError("the grammar has half of a surrogate pair, so it is not Unicode", PARAMETER)
 
 
 @frozen

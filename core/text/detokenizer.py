@@ -23,6 +23,8 @@ class TextDelta:
     string count; tokens that share a character have the same offset."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """For each token, if requested."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Once, with the first token, if requested: one entry for each prompt token but the first."""
     finish_reason: FinishReason | None = None
     """None until the text has ended."""
     stop_string: str | None = None
@@ -104,6 +106,7 @@ class Detokenizer:
             tokens=output.tokens[: len(offsets)],
             offsets=tuple(offsets),
             logprobs=output.logprobs[: len(offsets)],
+            prompt_logprobs=output.prompt_logprobs,
             finish_reason=output.finish_reason if self.stop_string is None else FINISH_STOP,
             stop_string=self.stop_string,
         )

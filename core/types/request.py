@@ -10,6 +10,7 @@ from attrs import field, frozen
 from engine.core.errors import InvalidRequestError
 from engine.core.tokens import Tokens
 from engine.core.types.sampling_params import SamplingParams
+from engine.core.unicode import is_unicode
 
 
 def _of_type(kind: type, what: str) -> Any:
@@ -47,6 +48,18 @@ def _prediction(value: Any) -> Any:
     return _packed("prediction", value)
 
 
+_string = _of_type(str, "a string")
+
+
+def _text(_: Any, attribute: Any, value: Any) -> None:
+    """An attrs validator: a string that is Unicode."""
+    _string(_, attribute, value)
+    if not is_unicode(value):
+        raise InvalidRequestError(
+            f"the {attribute.name} has half of a surrogate pair, so it is not Unicode", attribute.name
+        )
+
+
 @frozen(kw_only=True)
 class Request:
     """One prompt to generate from.
@@ -54,7 +67,7 @@ class Request:
     Raises InvalidRequestError, with `parameter` set, for a value of a wrong type.
     """
 
-    id: str = field(validator=_of_type(str, "a string"))
+    id: str = field(validator=_text)
     prompt: Tokens = field(converter=_prompt, validator=_of_type(Tokens, "a tuple of token ids"))
     """A tuple or list is converted."""
     params: SamplingParams = field(default=SamplingParams(), validator=_of_type(SamplingParams, "SamplingParams(...)"))
@@ -62,9 +75,9 @@ class Request:
     """Lower is more urgent, for policies that have priorities."""
     arrival: float = 0.0
     """time.monotonic() at arrival, seconds."""
-    salt: str = field(default="", validator=_of_type(str, "a string"))
+    salt: str = field(default="", validator=_text)
     """Requests share prefix cache entries only if their salts are equal."""
-    cache_key: str = field(default="", validator=_of_type(str, "a string"))
+    cache_key: str = field(default="", validator=_text)
     """Requests with the same key likely share a prefix, so a server sends them to the same replica. Empty: no key."""
     prediction: Tokens = field(
         default=Tokens(), converter=_prediction, validator=_of_type(Tokens, "a tuple of token ids")

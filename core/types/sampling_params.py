@@ -11,8 +11,11 @@ from attrs import evolve, field, frozen
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars.grammar import Grammar
+from engine.core.unicode import is_unicode
 
 MAX_SEED = 2**63 - 1
+MAX_TOKEN = 2**31 - 1
+"""Largest token id: token ids are int32 (core/tokens.py)."""
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
 """At lower temperatures float32 probabilities leave no token but the most likely one."""
@@ -50,6 +53,10 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
         raise InvalidRequestError(f"stop must be a string or a list of strings, not {shortened(value)}", "stop")
     if not all(texts):
         raise InvalidRequestError("a stop string is empty", "stop")
+    if not all(map(is_unicode, texts)):
+        raise InvalidRequestError(
+            f"a stop string has half of a surrogate pair, so it is not Unicode: {shortened(value)}", "stop"
+        )
     return tuple(texts)
 
 
@@ -72,19 +79,32 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
             f"logit_bias must be a dict of token ids to numbers, or a list of such pairs, not {shortened(value)}",
             "logit_bias",
         )
+    found = []
     for token, bias in pairs:
-        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool) and math.isfinite(bias)
-        if not (_is_token(token) and is_number):
+        number = _finite(bias)
+        if number is None or not _is_token(token):
             raise InvalidRequestError(
                 f"logit_bias of token {shortened(token)} is {shortened(bias)}; give a finite number to a token id from"
                 " 0 on",
                 "logit_bias",
             )
-    return tuple((token, bias) for token, bias in pairs)
+        found.append((token, number))
+    return tuple(found)
+
+
+def _finite(value: Any) -> float | None:
+    """A number as a float; None if it is no number, not finite, or too large for a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKEN
 
 
 def _grammar(_: Any, attribute: Any, value: Any) -> None:

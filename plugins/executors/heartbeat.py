@@ -7,8 +7,8 @@ import os
 import threading
 import time
 
-COLUMNS = 5
-"""Numbers per row: heartbeat, step begun, step finished, thread that begins steps, thread that waits."""
+COLUMNS = 6
+"""Numbers per row: heartbeat, steps begun, steps finished, thread that begins steps, thread that waits, last step."""
 ROW_BYTES = 8 * COLUMNS
 
 
@@ -38,7 +38,10 @@ class HeartbeatTable:
 
 
 class WorkerHeartbeat:
-    """One worker's row: its heartbeat, the steps it has begun and finished, and the threads that run them."""
+    """One worker's row: its heartbeat, how many steps it has begun and finished, and the threads that run them.
+
+    Steps are counted, since steps before the first request have the same number.
+    """
 
     def __init__(self, cells: memoryview[float]) -> None:
         self._cells = cells
@@ -54,16 +57,17 @@ class WorkerHeartbeat:
 
     def begin_step(self, step: int) -> None:
         """Record that this thread begins a step."""
-        self._cells[1] = step
+        self._cells[5] = step
+        self._cells[1] += 1
         self._cells[3] = threading.get_ident()
 
     def begin_wait(self) -> None:
         """Record that this thread waits for the result of a step."""
         self._cells[4] = threading.get_ident()
 
-    def finish_step(self, step: int) -> None:
-        """Record that a step's result has arrived."""
-        self._cells[2] = step
+    def finish_step(self) -> None:
+        """Record that the result of the oldest step in progress was sent."""
+        self._cells[2] += 1
         self._cells[4] = 0
 
     def begin_call(self) -> None:
@@ -81,13 +85,18 @@ class WorkerHeartbeat:
 
     @property
     def begun(self) -> int:
-        """Number of the last step begun."""
+        """How many steps were begun."""
         return int(self._cells[1])
 
     @property
     def finished(self) -> int:
-        """Number of the last step finished."""
+        """How many steps were finished."""
         return int(self._cells[2])
+
+    @property
+    def step(self) -> int:
+        """Number of the last step begun."""
+        return int(self._cells[5])
 
     @property
     def busy_threads(self) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from engine.plugins.executors.heartbeat import HeartbeatTable
 from engine.plugins.executors.pending import Pending
 from engine.plugins.executors.remote import RemoteExecutor, common_cache
 from engine.plugins.executors.worker_process import WorkerProcess
-from engine.plugins.executors.workers import Workers
+from engine.plugins.executors.workers import OldestStep, Workers
 
 
 @frozen
@@ -57,6 +57,8 @@ class MultiprocExecutor(RemoteExecutor):
         self._workers: Workers | None = None
         self._calls = 0
         """Number of control calls so far."""
+        self._collected = 0
+        """Number of steps whose results were received."""
 
     def start(self) -> CacheInfo:
         """Start the workers and wait until all are ready.
@@ -87,7 +89,7 @@ class MultiprocExecutor(RemoteExecutor):
         pending = Pending(step.id, self._collect, self._reader.ready)
         self._in_flight.append(pending)
         if len(self._in_flight) == 1:
-            workers.oldest = (step.id, time.monotonic())
+            workers.oldest = OldestStep(step.id, self._collected, time.monotonic())
         return pending
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> list[Any]:
@@ -163,7 +165,9 @@ class MultiprocExecutor(RemoteExecutor):
         self._writer.announce()
         result = self._decoder.decode(message)
         pending = self._in_flight.popleft()
-        workers.oldest = (self._in_flight[0].step, time.monotonic()) if self._in_flight else None
+        self._collected += 1
+        oldest = self._in_flight[0].step if self._in_flight else None
+        workers.oldest = None if oldest is None else OldestStep(oldest, self._collected, time.monotonic())
         pending.complete(result)
 
     def _interrupt(self, reason: str) -> None:

@@ -124,7 +124,7 @@ class RankActor:
         return self._steps.put(number, step).result()
 
     def stack(self) -> tuple[int, str, str]:
-        """Return the number of the last step begun, the busy thread's stack in a sentence, and the stacks of all."""
+        """Return how many steps were begun, the busy thread's stack in a sentence, and the stacks of all."""
         file = os.memfd_create("engine-stack")
         try:
             faulthandler.dump_traceback(file, all_threads=True)

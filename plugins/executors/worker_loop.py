@@ -154,7 +154,7 @@ class WorkerLoop:
             self._sent_collections = self._gc_pauses.collections
             result = evolve(result, gc_pauses=self._gc_pauses.counts())
         self._link.send_result(result)
-        self._heartbeat.finish_step(step)
+        self._heartbeat.finish_step()
 
     def _fail(self, phase: str, error: BaseException) -> None:
         """Report the error that ends this worker, raised in either thread."""

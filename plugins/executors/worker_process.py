@@ -83,7 +83,7 @@ class WorkerProcess:
         code = self._process.returncode
         place = f" in {self.phase}" if self.phase else ""
         if not place and self.heartbeat.begun != self.heartbeat.finished:
-            place = f" in step {self.heartbeat.begun}"
+            place = f" in step {self.heartbeat.step}"
         if code is None or code >= 0:
             return f"{self} exited with code {code}{place}"
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"

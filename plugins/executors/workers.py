@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from engine.core.errors import EngineError, ExecutorError
 from engine.core.executors import Answer
@@ -29,6 +30,16 @@ CHECK_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
+class OldestStep(NamedTuple):
+    """The oldest step in flight, which may be finished while no one has asked for its result."""
+
+    number: int
+    steps_before: int
+    """How many steps were submitted before it."""
+    since: float
+    """Since when it is the oldest, time.monotonic()."""
+
+
 class Workers:
     """The worker processes of one executor. If one fails, all are killed."""
 
@@ -41,9 +52,8 @@ class Workers:
         """
         self.failure: EngineError | None = None
         """Why no step can run any more."""
-        self.oldest: tuple[int, float] | None = None
-        """Number of the oldest in-flight step, and since when it is the oldest (time.monotonic()); the executor sets
-        it."""
+        self.oldest: OldestStep | None = None
+        """The executor sets it."""
         self.workers: list[WorkerProcess] = []
         """By rank."""
         self._call: tuple[str, float] | None = None
@@ -204,18 +214,20 @@ class Workers:
             self._fail(ExecutorError(worker.exit_status))
 
     def _check_hung(self, now: float) -> None:
-        """Kill all workers if the oldest step or a control call has exceeded the timeout, and report where it hangs."""
+        """Kill all workers if one has not finished the oldest step or a control call in time; report where it hangs."""
         if self.failure is not None:
             return
         oldest, call = self.oldest, self._call
         alive = [worker for worker in self.workers if worker.alive]
-        if oldest is not None and now - oldest[1] > self._step_timeout:
-            number, what = oldest[0], f"step {oldest[0]}"
-            late = [worker for worker in alive if worker.heartbeat.finished < number]
+        if oldest is not None and now - oldest.since > self._step_timeout:
+            what = f"step {oldest.number}"
+            late = [worker for worker in alive if worker.heartbeat.finished <= oldest.steps_before]
         elif oldest is None and call is not None and now - call[1] > self._step_timeout:
             what = f"the control call {call[0]}"
             late = [worker for worker in alive if worker.rank not in self._answered]
         else:
+            return
+        if not late:
             return
         late.sort(key=lambda worker: worker.heartbeat.begun)  # a worker that has not begun keeps the others waiting
         for worker in late:
@@ -223,8 +235,9 @@ class Workers:
         stacks = [(worker, *worker.read_stack(now + STACK_SECONDS)) for worker in late]
         for worker, _, dump in stacks:
             log.error("%s has not finished %s\n%s", str(worker), what, dump.rstrip())
-        places = [f"{worker}: {stack}" for worker, stack, _ in stacks[:1]] or ["all workers have finished it"]
-        self._fail(ExecutorError(f"{what} took more than {self._step_timeout:g} s (option step_timeout); {places[0]}"))
+        took = f"{what} took more than {self._step_timeout:g} s (option step_timeout)"
+        worker, stack, _ = stacks[0]
+        self._fail(ExecutorError(f"{took}; {worker}: {stack}"))
 
     def _fail(self, error: EngineError) -> None:
         """Record why no step can run any more, wake all waiting callers and kill all workers."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,22 @@ def test_closing_a_stream_during_a_step_leaves_the_others_running(
         assert len(asyncio.run(run(engine))) == 30
         assert calls == call
         assert engine.stats().blocks_used == 0
+
+
+def test_streams_go_on_while_the_shared_threads_of_the_loop_are_busy(checkpoint: Path) -> None:
+    async def run(engine: Engine) -> list[int]:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        over = threading.Event()
+        busy = asyncio.create_task(asyncio.to_thread(over.wait))
+        await asyncio.sleep(0)
+        try:
+            return await asyncio.wait_for(collect(engine, PROMPTS[0]), 30)
+        finally:
+            over.set()
+            await busy
+
+    with build(checkpoint) as engine:
+        assert len(asyncio.run(run(engine))) == 12
 
 
 def test_an_invalid_prompt_fails_its_own_stream(checkpoint: Path) -> None:

@@ -24,6 +24,7 @@ from engine.core.sampling import prompt_logprobs
 from engine.core.sampling.token_counts import TokenCounts
 from engine.core.schedulers.policy import RequestView, SchedulingPolicy
 from engine.core.startup import Progress
+from engine.core.text.detokenizer import TextDelta
 from engine.core.types import Output
 from engine.plugins.executors.uniproc import UniprocExecutor
 from engine.testing.checkpoints import make_checkpoint
@@ -225,6 +226,26 @@ def test_logprobs_of_output_agree_with_prompt_logprobs(shared: Engine) -> None:
     assert [entry.logprob for entry in tail] == pytest.approx(
         [entry.logprob for entry in completion.logprobs], abs=1e-4
     )
+
+
+def test_prompt_logprobs_are_empty_when_the_prompt_is_one_token(shared: Engine) -> None:
+    asked, not_asked = (SamplingParams(max_tokens=1, prompt_logprobs=count) for count in (1, None))
+    assert shared.generate([[5]], asked)[0].prompt_logprobs == ()
+    assert shared.generate([[5]], not_asked)[0].prompt_logprobs is None
+
+
+def test_streams_yield_prompt_logprobs_once(shared: Engine) -> None:
+    async def collect() -> list[TextDelta]:
+        return [delta async for delta in shared.astream(PROMPTS[3], params)]
+
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, prompt_logprobs=1)
+    [whole] = shared.generate([PROMPTS[3]], params)
+    assert whole.prompt_logprobs
+    for deltas in (list(shared.stream(PROMPTS[3], params)), asyncio.run(collect())):
+        entries, *rest = [delta.prompt_logprobs for delta in deltas]
+        assert entries is not None
+        assert [entry.token for entry in entries] == [entry.token for entry in whole.prompt_logprobs]
+        assert rest == [None, None]
 
 
 def test_prompt_logprobs_do_not_depend_on_chunk_size(checkpoint: Path, shared: Engine) -> None:

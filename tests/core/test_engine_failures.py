@@ -98,6 +98,30 @@ def test_the_engine_survives_a_ctrl_c_amid_a_step(
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("moment", ["abort", "commit"])
+def test_the_engine_survives_a_ctrl_c_while_a_closed_stream_is_aborted(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    with build(checkpoint, scheduler__overlap="on") as engine:
+        stream: Any = engine.stream(PROMPTS[0], GREEDY)
+        next(stream)
+        method = getattr(engine._scheduler, moment)
+
+        def interrupted(*arguments: Any) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            return method(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._scheduler, moment, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                stream.close()
+        assert engine.check().ok
+        assert not engine.has_work
+        assert engine.stats().blocks_used == 0
+        assert len(engine.generate([PROMPTS[1]], GREEDY)[0].token_ids) == 12
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_second_ctrl_c_is_raised_amid_a_step(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def hanging(attention: FailingAttention, *arguments: Any) -> torch.Tensor:
         signal.raise_signal(signal.SIGINT)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +269,38 @@ def test_concurrent_async_streams_match_their_grammars(uniproc: Engine) -> None:
     person, choice = asyncio.run(both())
     assert is_person(person)
     assert choice in ("one", "two")
+
+
+def test_async_streams_go_on_while_others_wait_for_their_grammar(
+    uniproc: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, let_go = threading.Event(), threading.Event()
+    compile_now = uniproc._grammars._compile
+
+    def hold(*given: Any) -> Any:
+        begun.set()
+        assert let_go.wait(60)
+        return compile_now(*given)
+
+    monkeypatch.setattr(uniproc._grammars, "_compile", hold)
+    grammar = Grammar.choice(["held back"])
+
+    async def text(constraint: Grammar | None) -> str:
+        return "".join([delta.text async for delta in uniproc.astream(PROMPTS[0], params(constraint))])
+
+    async def run() -> list[str]:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        waiting = [asyncio.create_task(text(grammar)) for _ in range(2)]
+        try:
+            while not begun.is_set():
+                await asyncio.sleep(0.01)
+            await asyncio.wait_for(text(None), 30)
+            assert not any(task.done() for task in waiting)
+        finally:
+            let_go.set()
+        return await asyncio.gather(*waiting)
+
+    assert asyncio.run(run()) == ["held back", "held back"]
 
 
 def test_a_grammar_reaches_the_workers_while_it_is_compiled(uniproc: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

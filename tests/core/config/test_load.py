@@ -153,6 +153,7 @@ def test_relative_paths_in_a_file_start_from_the_file(write: WriteFile, tmp_path
         ("[attention]\noptions = 3", "expected a table of options, found 3"),
         ("[scheduler]\noverlap = 'onn'", "'onn' is no choice; did you mean on"),
         ("[scheduler]\nmax_running = -1", "-1 is out of range; give 0 to"),
+        ("[model]\nmax_len = 1", r"engine.toml: \[model\] max_len: a context of 1 token .*; give at least 2"),
         ("[cache]\nblock_size = 24", r"engine.toml: \[cache\] block_size: 24 is no power of two; use 16"),
         ("[cache]\npage_size = 24", r"engine.toml: \[cache\] page_size: 24 is no power of two; use 16"),
         ("max_model_le = 24", r"engine.toml: .*no setting 'max_model_le'; did you mean max_model_len"),

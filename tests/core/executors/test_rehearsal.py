@@ -74,7 +74,6 @@ def test_rehearsal_leaves_no_state(make_engine: Any, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "settings",
     [
-        {"model__max_len": 1},
         {"model__max_len": 2},
         {"scheduler__max_batch_tokens": 1, "scheduler__max_running": 1},
         {"cache__block_size": 1},
@@ -84,7 +83,7 @@ def test_rehearsal_leaves_no_state(make_engine: Any, monkeypatch: pytest.MonkeyP
 def test_rehearsal_fits_into_small_limits(make_engine: Any, settings: dict[str, int], steps: list[Step]) -> None:
     make_engine(**settings)
     lengths = [chunk.count for step in steps for chunk in step.chunks]
-    assert lengths == {1: []}.get(settings.get("model__max_len", 0), [1, 1] if "cache__block_size" in settings else [1])
+    assert lengths == ([1, 1] if "cache__block_size" in settings else [1])
 
 
 @pytest.mark.parametrize(

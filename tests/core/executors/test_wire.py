@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
@@ -100,6 +101,19 @@ def test_messages_survive_encoding_and_decoding(message: object) -> None:
     again = MessageDecoder[object](type(message)).decode(encode(message))
     assert again == message
     assert type(again) is type(message)
+
+
+def test_values_of_derived_classes_are_sent_as_plain_ones() -> None:
+    class Text(str):
+        __slots__ = ()
+
+    class Whole(int):
+        pass
+
+    given = types.SamplingParams(temperature=np.float64(0.5), max_tokens=Whole(3), stop=[Text("a")])  # type: ignore[arg-type]
+    again = MessageDecoder[types.SamplingParams](types.SamplingParams).decode(encode(given))
+    assert again == types.SamplingParams(temperature=0.5, max_tokens=3, stop=("a",))
+    assert [type(value) for value in (again.temperature, again.max_tokens, again.stop[0])] == [float, int, str]
 
 
 def test_every_class_that_travels_is_tried() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,6 +53,14 @@ class Backend(GrammarBackend[None]):
 
 made: list[Backend] = []
 Make = Callable[..., Grammars]
+Compile = Callable[[Grammars, Grammar], CompiledGrammar]
+
+
+def in_event_loop(grammars: Grammars, grammar: Grammar) -> CompiledGrammar:
+    return asyncio.run(grammars.acompile(grammar))
+
+
+both = pytest.mark.parametrize("compile_it", [Grammars.compile, in_event_loop], ids=["compile", "acompile"])
 
 
 @pytest.fixture
@@ -121,20 +130,22 @@ def test_more_grammars_than_are_kept_are_compiled_once_each(make: Make, monkeypa
     assert sorted(made[0].compiled) == ["a", *(grammar.source for grammar in waiting)]
 
 
-def test_a_refusal_is_raised_again(make: Make) -> None:
+@both
+def test_a_refusal_is_raised_again(make: Make, compile_it: Compile) -> None:
     grammars = make()
     depths = []
     for _ in range(3):
         with pytest.raises(InvalidRequestError, match="not this one") as caught:
-            grammars.compile(Grammar.regex("no"))
+            compile_it(grammars, Grammar.regex("no"))
         depths.append(len(caught.traceback))
     assert made[0].compiled == ["no"]
     assert len(set(depths)) == 1
 
 
-def test_a_fault_names_the_plugin(make: Make) -> None:
+@both
+def test_a_fault_names_the_plugin(make: Make, compile_it: Compile) -> None:
     with pytest.raises(PluginError, match=r"grammar 'mine' failed in compile\(\): KeyError: 'tide'"):
-        make().compile(Grammar.regex("bug"))
+        compile_it(make(), Grammar.regex("bug"))
 
 
 def test_a_grammar_in_progress_is_not_ready_and_few_are_compiled_at_a_time(make: Make) -> None:
@@ -169,7 +180,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_a_slow_grammar_is_refused_and_known_when_it_is_done(make: Make, clock: Clock) -> None:
+@both
+def test_a_slow_grammar_is_refused_and_known_when_it_is_done(make: Make, clock: Clock, compile_it: Compile) -> None:
     grammars = make(compile_timeout=5.0)
     grammars.compile(Grammar.regex("a"))
     slow = Grammar.regex("hold")
@@ -177,11 +189,50 @@ def test_a_slow_grammar_is_refused_and_known_when_it_is_done(make: Make, clock: 
     made[0].begun.acquire()
     clock.now += 5.0
     with pytest.raises(InvalidRequestError, match=r"takes more than 5 s to compile \(grammar.compile_timeout\)"):
-        grammars.compile(slow)
+        compile_it(grammars, slow)
     assert grammars.ready(slow)
     made[0].let_go.set()
     assert grammars.begin(slow).result()
-    assert grammars.compile(slow)
+    assert compile_it(grammars, slow)
+
+
+def test_acompile_refuses_a_grammar_that_becomes_too_slow_while_it_waits(make: Make, clock: Clock) -> None:
+    grammars = make(compile_timeout=0.01)
+    grammars.compile(Grammar.regex("a"))
+    slow = Grammar.regex("hold")
+    assert not grammars.ready(slow)
+    made[0].begun.acquire()
+
+    async def wait() -> None:
+        waiting = asyncio.create_task(grammars.acompile(slow))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        clock.now += 5.0
+        await waiting
+
+    with pytest.raises(InvalidRequestError, match=r"takes more than 0\.01 s to compile"):
+        asyncio.run(wait())
+
+
+def test_a_grammar_is_compiled_when_the_event_loop_that_waits_for_it_ends(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    grammars = make()
+    grammars.compile(Grammar.regex("a"))
+    held = Grammar.regex("hold")
+
+    async def give_up() -> None:
+        waiting = asyncio.create_task(grammars.acompile(held))
+        while grammars._entry(held).begun is None:
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(give_up())
+    made[0].let_go.set()
+    assert grammars.compile(held) is in_event_loop(grammars, held)
+    assert not caplog.records
 
 
 def test_making_the_backend_is_no_part_of_compile_timeout(make: Make, clock: Clock) -> None:
@@ -208,7 +259,8 @@ def test_making_the_backend_is_no_part_of_compile_timeout(make: Make, clock: Clo
     future.result()
 
 
-def test_a_grammar_that_no_thread_takes_up_is_refused(make: Make, clock: Clock) -> None:
+@both
+def test_a_grammar_that_no_thread_takes_up_is_refused(make: Make, clock: Clock, compile_it: Compile) -> None:
     grammars = make()
     grammars.compile(Grammar.regex("a"))
     for number in range(compiler.THREADS):
@@ -217,7 +269,7 @@ def test_a_grammar_that_no_thread_takes_up_is_refused(make: Make, clock: Clock) 
     assert not grammars.ready(Grammar.regex("b"))
     clock.now += compiler.QUEUE_SECONDS
     with pytest.raises(InvalidRequestError, match=rf"has waited {compiler.QUEUE_SECONDS:g} s for others"):
-        grammars.compile(Grammar.regex("b"))
+        compile_it(grammars, Grammar.regex("b"))
 
 
 @pytest.mark.parametrize(
@@ -237,12 +289,13 @@ def test_what_cannot_be_enforced_is_refused(
         make(**settings).compile(grammar)
 
 
-def test_compile_raises_instead_of_waiting_when_the_engine_is_closed(make: Make) -> None:
+@both
+def test_compile_raises_instead_of_waiting_when_the_engine_is_closed(make: Make, compile_it: Compile) -> None:
     grammars = make()
     grammars.compile(Grammar.regex("a"))
     grammars.close()
     with pytest.raises(ExecutorError, match="the engine is closed"):
-        grammars.compile(Grammar.regex("b"))
+        compile_it(grammars, Grammar.regex("b"))
     assert made[0].compiled == ["a"]
 
 

@@ -344,6 +344,23 @@ def test_engine_takes_the_name_of_a_draft_model(
     assert engine.parts.drafter is not None
 
 
+def test_engine_downloads_nothing_when_settings_of_a_speculator_come_without_one(
+    hub: Hub, make_engine: Callable[..., Engine]
+) -> None:
+    hub.add(NAME, FILES)
+    with pytest.raises(ConfigError, match=r"speculator\.model is set, but no speculator is chosen"):
+        make_engine(model=NAME, speculator__model=NAME)
+    assert not hub.requests
+
+
+def test_command_downloads_nothing_when_settings_of_a_speculator_come_without_one(hub: Hub) -> None:
+    hub.add(NAME, FILES)
+    result = CliRunner().invoke(app, ["bench", "startup", "--model", NAME, "--speculator-model", NAME])
+    assert result.exit_code == 2
+    assert "speculator.model is set, but no speculator is chosen" in result.stderr
+    assert not hub.requests
+
+
 def test_locate_replaces_names_by_directories(hub: Hub, tmp_path: Path) -> None:
     commit = hub.add(NAME, FILES)
     hub.add("org/tokens", {"tokenizer.json": "{}"})

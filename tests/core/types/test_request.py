@@ -20,9 +20,12 @@ from engine.core.errors import InvalidRequestError
         ({"priority": "high"}, "priority must be a whole number, not 'high'"),
         ({"priority": True}, "priority must be a whole number, not True"),
         ({"salt": None}, "salt must be a string, not None"),
+        ({"salt": "\ud800"}, "the salt has half of a surrogate pair, so it is not Unicode"),
+        ({"id": "a\udc00"}, "the id has half of a surrogate pair, so it is not Unicode"),
+        ({"cache_key": "\ud800"}, "the cache_key has half of a surrogate pair, so it is not Unicode"),
     ],
 )
-def test_requests_refuse_values_of_a_wrong_type(given: dict[str, Any], said: str) -> None:
+def test_requests_refuse_wrong_values(given: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         Request(**{"id": "a", "prompt": (1, 2), **given})
     assert str(caught.value) == said

@@ -64,6 +64,12 @@ def test_lists_and_dicts_become_tuples() -> None:
     assert hash(params) == hash(attrs.evolve(params))
 
 
+def test_large_whole_number_as_logit_bias_becomes_a_float() -> None:
+    [(_, bias)] = SamplingParams(logit_bias={3: 10**30}).logit_bias
+    assert bias == 1e30
+    assert type(bias) is float
+
+
 def test_top_k_of_minus_one_is_all() -> None:
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
 
@@ -83,6 +89,11 @@ def test_choices_have_different_seeds() -> None:
         ({"logit_bias": {-1: 1.0}}, "logit_bias of token -1 is 1.0; give a finite number"),
         ({"logit_bias": {1: math.inf}}, "logit_bias of token 1 is inf"),
         ({"logit_bias": {1: "2"}}, "logit_bias of token 1 is '2'"),
+        ({"logit_bias": {1: 10**400}}, "logit_bias of token 1 is 1000"),
+        ({"logit_bias": {2**31: 1.0}}, "logit_bias of token 2147483648 is 1.0; give a finite number to a token id"),
+        ({"stop_token_ids": [2**31]}, "stop_token_ids must be a list of token ids from 0 on, not [2147483648]"),
+        ({"stop": "a\ud800"}, "a stop string has half of a surrogate pair, so it is not Unicode: 'a\\ud800'"),
+        ({"stop": ["a", "\udc00"]}, "a stop string has half of a surrogate pair"),
         ({"stop_token_ids": [1, -2]}, "stop_token_ids must be a list of token ids from 0 on, not [1, -2]"),
         ({"stop_token_ids": [True]}, "stop_token_ids must be a list"),
         ({"temperature": math.nan}, "temperature must be in [0, 100], not nan"),

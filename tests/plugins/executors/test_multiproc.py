@@ -295,6 +295,37 @@ def test_slow_step_does_not_count_as_hung(
     assert run(executor, make_step(3)) == [3]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_finished_step_does_not_count_as_hung_while_its_result_is_not_asked_for(
+    make_executor: Make, make_step: MakeStep, until: Make, ranks: int
+) -> None:
+    executor = make_executor(ranks)
+    executor.start()
+    pending = executor.submit(make_step(1))
+    until(lambda: all(row.finished == 1 for row in executor._heartbeats))
+    executor._workers._check_hung(time.monotonic() + 1000)
+    assert executor.check().ok
+    assert pending.result().tokens == ((1,),)
+    executor.submit(make_step(2))
+    until(lambda: all(row.finished == 2 for row in executor._heartbeats))
+    os.kill(executor._workers.workers[ranks - 1]._process.pid, signal.SIGKILL)
+    until(lambda: not executor.check().ok)
+    assert f"rank {ranks - 1}" in executor.check().detail
+    assert "SIGKILL" in executor.check().detail
+
+
+def test_hung_step_is_found_when_an_earlier_step_had_its_number(
+    make_executor: Make, make_step: MakeStep, tmp_path: Path
+) -> None:
+    executor = make_executor(step_timeout=0.5, hold=str(tmp_path))
+    executor.start()
+    (tmp_path / "0").touch()
+    assert run(executor, make_step(0)) == [0]  # as of the rehearsal, all of whose steps have this number
+    (tmp_path / "0").unlink()
+    with pytest.raises(ExecutorError, match=r"^step 0 took more than 0\.5 s .*rank 0 .*: its stack is result"):
+        run(executor, make_step(0))
+
+
 def test_check_returns_the_heartbeat_of_a_stopped_idle_worker(
     make_executor: Make, make_step: MakeStep, until: Make, worker_pids: Pids
 ) -> None:

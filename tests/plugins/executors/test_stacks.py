@@ -64,7 +64,7 @@ def test_busy_stack_finds_the_thread_that_waits_for_a_result() -> None:
     finally:
         over.set()
         thread.join()
-    heartbeat.finish_step(1)
+    heartbeat.finish_step()
     assert "dump_of_all" in busy_stack(dump_of_all(), heartbeat.busy_threads)
 
 
