@@ -163,6 +163,19 @@ def test_a_nan_shows_in_its_row_only() -> None:
         assert y.isnan().any(1).tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("damage", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_shows_in_its_row_with_a_static_scale(damage: float) -> None:
+    config = compressed("int-quantized", number("int", "tensor"), number("int", "tensor"))
+    kernel = linear(Int8.from_checkpoint(config, None), [("q", 4)], 8)
+    loaded = {"q.weight": torch.ones(4, 8, dtype=torch.int8), "q.weight_scale": torch.ones(1)}
+    weights = kernel.prepare({**loaded, "q.input_scale": torch.ones(1)})
+    x = torch.ones(3, 8)
+    x[1, 2] = damage
+    y = kernel.apply(x, weights, None)
+    assert y.isfinite().all(1).tolist() == [True, False, True]
+    assert y.isfinite().any(1).tolist() == [True, False, True]
+
+
 def test_quantizing_while_loading_asks_for_plain_weights() -> None:
     method = Fp8.from_checkpoint(None, Fp8Options(granularity="block", activations="none"))
     kernel = linear(method, [("q", 4)], 8, dtype="bfloat16")
