@@ -14,7 +14,7 @@ from engine.core.errors import CheckpointError
 from engine.core.layers.activation import gated_activation
 from engine.core.layers.base import Layer, plain_tensor, torch_dtype
 from engine.core.layers.checked_kernel import CheckedFusedInputQuantization, CheckedKernel
-from engine.core.layers.matmul import multiply, pack
+from engine.core.layers.matmul import compiled_shapes, multiply, pack
 from engine.core.plugin_host.faults import PluginCall, blame, expect
 from engine.core.quant.base import (
     Activation,
@@ -207,7 +207,7 @@ class Linear(Layer):
 
     @property
     def packed_shapes(self) -> frozenset[tuple[int, ...]]:
-        return frozenset(tuple(tensor.shape) for tensor in self.weights.values() if tensor.is_mkldnn)
+        return compiled_shapes(*self.weights.values())
 
 
 class PartialLinear:
