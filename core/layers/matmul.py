@@ -64,13 +64,29 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     if not _compiles(weight):
         return F.linear(x, weight, bias)
     rows = x.shape[:-1].numel()
-    padded = padded_rows(rows)
-    if padded == rows:
+    if padded_rows(rows) == rows:
         return _multiply(x, weight, bias)
-    enough = x.new_empty(padded, x.shape[-1])
-    enough[:rows] = x.reshape(rows, -1)
-    enough[rows:] = 0
-    return _multiply(enough, weight, bias)[:rows].view(*x.shape[:-1], -1)
+    return _multiply(_pad(x.reshape(rows, -1)), weight, bias)[:rows].view(*x.shape[:-1], -1)
+
+
+def multiply_heads(x: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor) -> None:
+    """Multiply each head of x: [tokens, heads, inputs] by its matrix into out: [tokens, heads, outputs].
+
+    matrices: [heads, inputs, outputs]. The last dimensions of x and out are dense.
+    """
+    tokens = len(x)
+    if not _compiles(matrices) or padded_rows(tokens) == tokens:
+        torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
+    else:
+        out.copy_(torch.bmm(_pad(x).transpose(0, 1), matrices).transpose(0, 1)[:tokens])
+
+
+def _pad(x: torch.Tensor) -> torch.Tensor:
+    """x with rows of zeros, as many as `padded_rows` adds."""
+    padded = x.new_empty(padded_rows(len(x)), *x.shape[1:])
+    padded[: len(x)] = x
+    padded[len(x) :] = 0
+    return padded
 
 
 def _compiles(weight: torch.Tensor) -> bool:
