@@ -44,7 +44,12 @@ if TYPE_CHECKING:
         PlainKernel as PlainKernel,
     )
     from engine.core.layers.lm_head import LMHead as LMHead, OutputLayer as OutputLayer
-    from engine.core.layers.matmul import multiply as multiply, pack as pack
+    from engine.core.layers.matmul import (
+        compiled_shapes as compiled_shapes,
+        multiply as multiply,
+        multiply_heads as multiply_heads,
+        pack as pack,
+    )
     from engine.core.layers.norm import LayerNorm as LayerNorm, NormKind as NormKind, RMSNorm as RMSNorm
     from engine.core.layers.rotary import (
         Angles as Angles,
@@ -111,7 +116,9 @@ __getattr__, __dir__, __all__ = exports(
         "OutputLayer",
     ),
     matmul=(
+        "compiled_shapes",
         "multiply",
+        "multiply_heads",
         "pack",
     ),
     norm=(

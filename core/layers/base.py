@@ -48,7 +48,7 @@ class Layer(ABC):
 
     @property
     def packed_shapes(self) -> frozenset[tuple[int, ...]]:
-        """Shapes of the weights that `matmul.pack` has packed; oneDNN compiles kernels for each."""
+        """Shapes of the weights for which oneDNN compiles kernels on a CPU: packed ones and those of 16 bits."""
         return frozenset()
 
     def autotuned_calls(self) -> Sequence[AutotunedCall]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import torch.nn.functional as F
 from attrs import evolve
 
 from engine.core.distributed.partial_sum import PartialSum
@@ -15,6 +14,7 @@ from engine.core.layers.base import plain_tensor, torch_dtype
 from engine.core.layers.expert_tensors import ExpertTensors
 from engine.core.layers.kernel_layer import KernelLayer
 from engine.core.layers.linear import BIAS_SHARD_DIM, PlainKernel
+from engine.core.layers.matmul import compiled_shapes, multiply
 from engine.core.plugin_host.result_checks import tensor_error
 from engine.core.quant.base import ACTIVATIONS, Activation, LinearSpec, TensorSpec
 from engine.core.quant.experts import ExpertsBias, ExpertsKernel, ExpertsSpec, Routing
@@ -98,8 +98,8 @@ class PlainExperts(ExpertsKernel):
         activate = gated_activation(self.spec.activation)
 
         def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
-            hidden = F.linear(rows, gate_up[expert], None if bias is None else bias.gate_up[expert])
-            return F.linear(activate(hidden), down[expert], None if bias is None else bias.down[expert])
+            hidden = multiply(rows, gate_up[expert], None if bias is None else bias.gate_up[expert])
+            return multiply(activate(hidden), down[expert], None if bias is None else bias.down[expert])
 
         return compute
 
@@ -156,6 +156,10 @@ class Experts(KernelLayer[ExpertsKernel]):
     def nbytes(self) -> int:
         kept = list(self.weights.values()) + ([] if self.bias is None else [self.bias.gate_up, self.bias.down])
         return sum(tensor.nbytes for tensor in kept)
+
+    @property
+    def packed_shapes(self) -> frozenset[tuple[int, ...]]:
+        return compiled_shapes(*self.weights.values())
 
     def _read_biases(self, tensors: ExpertTensors, loaded: Mapping[str, torch.Tensor]) -> ExpertsBias:
         spec, dtype = self.spec, torch_dtype(self.spec.dtype)

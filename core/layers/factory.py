@@ -131,7 +131,7 @@ class SingleLayerFactory(ExpertLayers):
 
     @property
     def packed_shapes(self) -> frozenset[tuple[int, ...]]:
-        """Different shapes of all packed weights; see `Layer.packed_shapes`."""
+        """Different shapes of all weights for which oneDNN compiles kernels; see `Layer.packed_shapes`."""
         return frozenset[tuple[int, ...]]().union(*(layer.packed_shapes for layer in self.layers))
 
     def ignore(self, pattern: str) -> None:

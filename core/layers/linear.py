@@ -15,7 +15,7 @@ from engine.core.layers.activation import gated_activation
 from engine.core.layers.base import plain_tensor, torch_dtype
 from engine.core.layers.checked_kernel import CheckedFusedInputQuantization, CheckedKernel
 from engine.core.layers.kernel_layer import KernelLayer
-from engine.core.layers.matmul import multiply, pack
+from engine.core.layers.matmul import compiled_shapes, multiply, pack
 from engine.core.quant.base import (
     Activation,
     FusedInputQuantization,
@@ -182,7 +182,7 @@ class Linear(KernelLayer[LinearKernel]):
 
     @property
     def packed_shapes(self) -> frozenset[tuple[int, ...]]:
-        return frozenset(tuple(tensor.shape) for tensor in self.weights.values() if tensor.is_mkldnn)
+        return compiled_shapes(*self.weights.values())
 
 
 class PartialLinear:

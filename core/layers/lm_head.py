@@ -12,7 +12,7 @@ from attrs import frozen
 from engine.core.errors import ConfigError
 from engine.core.layers.base import Layer
 from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
-from engine.core.layers.matmul import multiply, pack
+from engine.core.layers.matmul import compiled_shapes, multiply, pack
 from engine.core.quant.base import TensorSpec
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class LMHead(Layer):
 
     @property
     def packed_shapes(self) -> frozenset[tuple[int, ...]]:
-        return frozenset({tuple(self._weight.shape)} if self._weight.is_mkldnn else ())
+        return compiled_shapes(self._weight)
 
 
 class LinearHead(OutputLayer):

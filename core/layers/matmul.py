@@ -23,13 +23,18 @@ _KERNEL_BYTES = 600_000
 def padded_rows(rows: int) -> int:
     """The number of rows that `rows` is padded to for oneDNN: one of few numbers, at most a sixteenth more.
 
-    oneDNN compiles kernels for each number of rows and keeps them for good, about half a megabyte per shape of weight.
-    Prompts of a thousand lengths would make a thousand of each.
+    For packed weights and for types of 16 bits oneDNN compiles kernels for each number of rows and keeps them for good,
+    about half a megabyte per shape of weight. Prompts of a thousand lengths would make a thousand of each.
     """
     if rows <= _EXACT_ROWS:
         return rows
     step = (1 << (rows - 1).bit_length() - 1) // _SIZES_PER_OCTAVE
     return -(-rows // step) * step
+
+
+def compiled_shapes(*weights: torch.Tensor) -> frozenset[tuple[int, ...]]:
+    """Shapes of the weights [..., out_features, in_features] for which oneDNN compiles kernels: see `padded_rows`."""
+    return frozenset(tuple(one.shape[-2:]) for one in weights if one.dim() > 1 and _compiles(one))
 
 
 def kernel_bytes(weight_shapes: int, max_rows: int) -> int:
@@ -56,18 +61,40 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T + bias: [..., out_features]. x: [..., in_features]; weight: from `pack`."""
-    if not weight.is_mkldnn:
+    if not _compiles(weight):
         return F.linear(x, weight, bias)
     rows = x.shape[:-1].numel()
-    padded = padded_rows(rows)
-    if padded == rows:
+    if padded_rows(rows) == rows:
         return _multiply(x, weight, bias)
-    enough = x.new_empty(padded, x.shape[-1])
-    enough[:rows] = x.reshape(rows, -1)
-    enough[rows:] = 0
-    return _multiply(enough, weight, bias)[:rows].view(*x.shape[:-1], -1)
+    return _multiply(_pad(x.reshape(rows, -1)), weight, bias)[:rows].view(*x.shape[:-1], -1)
+
+
+def multiply_heads(x: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor) -> None:
+    """Multiply each head of x: [tokens, heads, inputs] by its matrix into out: [tokens, heads, outputs].
+
+    matrices: [heads, inputs, outputs]. The last dimensions of x and out are dense.
+    """
+    tokens = len(x)
+    if not _compiles(matrices) or padded_rows(tokens) == tokens:
+        torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
+    else:
+        out.copy_(torch.bmm(_pad(x).transpose(0, 1), matrices).transpose(0, 1)[:tokens])
+
+
+def _pad(x: torch.Tensor) -> torch.Tensor:
+    """x with rows of zeros, as many as `padded_rows` adds."""
+    padded = x.new_empty(padded_rows(len(x)), *x.shape[1:])
+    padded[: len(x)] = x
+    padded[len(x) :] = 0
+    return padded
+
+
+def _compiles(weight: torch.Tensor) -> bool:
+    return weight.is_mkldnn or (weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16))
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if not weight.is_mkldnn:
+        return F.linear(x, weight, bias)
     y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return y

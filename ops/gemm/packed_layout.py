@@ -120,7 +120,8 @@ class GroupedLayout:
         else:
             offsets = (-(zeros.to(torch.float32) + self.power(dtype))).to(dtype).view(scales.dtype)
             entries = torch.stack([spread(scales), spread(offsets)], -1).view(blocks, self.groups, outputs, 2)
-        return packed.transpose(0, 1).contiguous(), entries.contiguous()
+        # Not contiguous(): it keeps the strides of a transposed view with one output, which cannot be viewed as words.
+        return packed.transpose(0, 1).contiguous(), entries.clone(memory_format=torch.contiguous_format)
 
 
 @frozen(kw_only=True)

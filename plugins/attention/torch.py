@@ -292,6 +292,9 @@ def _attend_by_scores(
 
     q, k: [sequences, heads, length, head_dim]; v: [..., output_dim]; sinks: [heads].
     """
+    dtype = q.dtype
+    if q.device.type == "cpu":  # in 16 bits oneDNN would compile kernels for each length, and keep them
+        q, k, v = q.float(), k.float(), v.float()
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = (q @ k.transpose(2, 3)).float() * scale
@@ -300,6 +303,8 @@ def _attend_by_scores(
     if mask is not None:
         scores = scores + mask
     if sinks is None:
-        return scores.softmax(-1).to(q.dtype) @ v
-    column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    return torch.cat((scores, column), -1).softmax(-1)[..., :-1].to(q.dtype) @ v
+        weights = scores.softmax(-1)
+    else:
+        column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+    return (weights.to(q.dtype) @ v).to(dtype)

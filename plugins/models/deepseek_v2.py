@@ -9,7 +9,15 @@ import torch
 from attrs import asdict, evolve, frozen
 
 from engine.core.errors import CheckpointError
-from engine.core.layers import Layer, LayerFactory, Linear, RoutingSpec, yarn_sharpness
+from engine.core.layers import (
+    Layer,
+    LayerFactory,
+    Linear,
+    RoutingSpec,
+    compiled_shapes,
+    multiply_heads,
+    yarn_sharpness,
+)
 from engine.core.models import KVShape, ModelSpec
 from engine.core.weights import read_key
 from engine.plugins.models.config_keys import ConfigKeys
@@ -200,10 +208,6 @@ class HeadMatrices(Layer):
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes if hasattr(self, "keys") else 0
 
-
-def multiply_heads(x: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor) -> None:
-    """Multiply each head of x: [tokens, heads, inputs] by its matrix into out: [tokens, heads, outputs].
-
-    matrices: [heads, inputs, outputs]. The last dimensions of x and out are dense.
-    """
-    torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
+    @property
+    def packed_shapes(self) -> frozenset[tuple[int, ...]]:
+        return compiled_shapes(self.keys, self.values)

@@ -75,13 +75,14 @@ def expand(scale: torch.Tensor, shape: torch.Size, block_rows: int = BLOCK) -> t
 
 
 def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x: [rows, in] -> int8 values and their scales, float32: `scale`, [1], if given, else one per row, [rows, 1].
+    """x: [rows, in] -> int8 values and their scales, [rows, 1] float32: `scale`, [1], if given, else one per row.
 
     A row with a NaN or infinity gets a scale that is not finite.
     """
     x = x.float()
     if scale is not None:
-        return round_to(x / scale, torch.int8), scale
+        finite = x.isfinite().all(1, keepdim=True)
+        return round_to(x / scale, torch.int8), scale.where(finite, torch.nan)
     scale = (x.abs().amax(1, keepdim=True) / max_quantized(torch.int8)).clamp_min_(TINY)
     return (x / scale).round_().to(torch.int8), scale
 

@@ -12,11 +12,13 @@ from safetensors.torch import save_file
 
 from engine.core.distributed import RankGroup
 from engine.core.errors import CheckpointError, ConfigError, PluginError, StepFaultError
-from engine.core.layers import Experts, LayerFactory, RoutingSpec, SharedExpertSpec, SparseMLPSpec
+from engine.core.layers import Experts, LayerFactory, RoutingSpec, SharedExpertSpec, SparseMLPSpec, matmul
 from engine.core.layers.experts import PlainExperts
+from engine.core.layers.matmul import can_pack
 from engine.core.plugin_host.result_checks import ResultChecks
 from engine.core.quant import ExpertsKernel, LinearKernel, QuantMethod, Routing
 from engine.core.weights import Checkpoint, DummySource, SafetensorsSource, load_weights
+from engine.plugins.quant.fp8 import Fp8
 from engine.testing.ranks import LoneRank
 
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 12, 4, 2
@@ -105,6 +107,34 @@ def test_experts_on_a_gpu_without_triton_compute_the_same(tmp_path: Path, alone:
     assert isinstance(kernel, PlainExperts)
     found = kernel.without_host(X, ROUTING, experts.weights, experts.bias)
     torch.testing.assert_close(found, alone, atol=1e-4, rtol=1e-5)
+
+
+def test_experts_of_16_bits_are_multiplied_with_few_numbers_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = checkpoint(tmp_path, "stacked")
+    layers = LayerFactory(dtype="bfloat16", device="cpu", stored=source.names)
+    experts = layers.experts("experts", HIDDEN, INNER, EXPERTS, TOP_K, bias=True)
+    load_weights(layers, source)
+    assert layers.packed_shapes == {(2 * INNER, HIDDEN), (HIDDEN, INNER)}
+    multiply, seen = matmul._multiply, set()
+
+    def noted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        seen.add(x.shape[0])
+        return multiply(x, weight, bias)
+
+    monkeypatch.setattr(matmul, "_multiply", noted)
+    for tokens in range(33, 97):
+        routing = Routing(torch.zeros(tokens, 1, dtype=torch.int32), torch.ones(tokens, 1))
+        assert experts(torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16), routing).addend.shape == (tokens, HIDDEN)
+    assert seen == {matmul.padded_rows(tokens) for tokens in range(33, 97)}
+
+
+def test_packed_weights_of_quantized_experts_are_counted(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path, "stacked")
+    quant = Fp8.from_checkpoint(None, None)
+    experts = load(source, "stacked", quant=quant)
+    assert experts.packed_shapes == ({(2 * INNER, HIDDEN), (HIDDEN, INNER)} if can_pack(torch.empty(1, 1)) else set())
 
 
 SPARSE = SparseMLPSpec(

@@ -121,6 +121,15 @@ def test_sizes_that_are_no_multiples_of_a_tile(
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, bias, False, tile), linear(operands, bias))
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("inputs", [128, 512])
+def test_one_output_is_multiplied(
+    multiplier: Any, device: torch.device, half: torch.dtype, inputs: int, zeros: bool
+) -> None:
+    operands = Operands(3, 1, inputs, 64, device, half, zeros=zeros)
+    check(multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, SMALL), linear(operands))
+
+
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS, AHEAD], ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 17, 40])
 def test_numbers_of_rows_around_a_tile(

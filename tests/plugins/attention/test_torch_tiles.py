@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.core.attention import AttentionSpec, ForwardBatch, KVPool
 from engine.plugins.attention import torch as torch_backend
@@ -90,3 +93,31 @@ def test_the_scores_of_capped_attention_are_bounded() -> None:
     backend = make_backend(make_spec(context, None, 20.0))
     (group,) = backend.plan(prefill(queries, context))[0]
     assert max(HEADS * tile.mask.numel() for tile in group.tiles) <= torch_backend.MAX_SCORES
+
+
+class ProductDtypes(TorchDispatchMode):
+    """Dtypes of the matrices that are multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default):
+            self.found.append(args[0].dtype)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_scores_are_multiplied_in_float32_on_a_cpu(dtype: torch.dtype, sinks: bool) -> None:
+    """In 16 bits, oneDNN would keep kernels for each length of a context."""
+    backend = make_backend(make_spec(128, None, 20.0, str(dtype).removeprefix("torch.")))
+    backend.set_sinks([torch.zeros(HEADS) if sinks else None])
+    q = torch.randn(5, HEADS, DIM).to(dtype)
+    k = v = torch.empty(5, KV_HEADS, DIM, dtype=dtype)
+    plan = backend.plan(prefill(5, 40))
+    with ProductDtypes() as products:
+        got = backend.forward(0, q, k, v, plan)
+    assert got.dtype == dtype
+    assert products.found == [torch.float32] * 2

@@ -94,9 +94,10 @@ def test_quantize_rows_rounds_and_clamps() -> None:
     assert scale[[0, 2], 0].tolist() == pytest.approx([2 / 127, 1])
     codes, scale = quantize_rows(x, torch.tensor([0.5]))
     assert codes.tolist() == [[2, -4, 1], [0, 0, 0], [127, 127, 3]]
-    assert scale.tolist() == [0.5]
+    assert scale.tolist() == [[0.5]] * 3
 
 
-def test_quantize_rows_marks_rows_that_are_not_finite_by_their_scale() -> None:
-    _, scale = quantize_rows(torch.tensor([[1.0, float("nan")], [float("inf"), 1.0], [1.0, 1.0]]))
-    assert scale.isfinite().flatten().tolist() == [False, False, True]
+@pytest.mark.parametrize("static", [None, torch.tensor([0.5])])
+def test_quantize_rows_marks_rows_that_are_not_finite_by_their_scale(static: torch.Tensor | None) -> None:
+    _, scale = quantize_rows(torch.tensor([[1.0, float("nan")], [float("inf"), 1.0], [1.0, 1.0]]), static)
+    assert scale.isfinite().tolist() == [[False], [False], [True]]
