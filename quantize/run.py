@@ -105,7 +105,9 @@ def quantize(
         progress.phase("writing the checkpoint")
         config = {
             **source.checkpoint.config,
-            "quantization_config": make_format(settings, source.dtype).config(blueprint.unquantized),
+            "quantization_config": make_format(settings, source.dtype).config(
+                (*blueprint.heads, *blueprint.unquantized), blueprint.unquantized_experts
+            ),
         }
         others = {name: (source.stored(name).nbytes, partial(source.read, name)) for name in blueprint.others}
         size = target.finish(others, total, config, source.checkpoint.path, shard_bytes)
@@ -118,6 +120,7 @@ def quantize(
             settings=settings.as_dict(),
             calibration=None if calibration is None else _describe(calibration),
             layers=tuple(reports),
+            unquantized=(*blueprint.unquantized, *blueprint.unquantized_experts),
             bytes_before=sum(source.file_sizes.values()),
             bytes_after=size,
             seconds=time.perf_counter() - began + spent,
