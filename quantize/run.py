@@ -106,7 +106,7 @@ def quantize(
         config = {
             **source.checkpoint.config,
             "quantization_config": make_format(settings, source.dtype).config(
-                (*blueprint.heads, *blueprint.unquantized), blueprint.unquantized_experts
+                (*blueprint.outside, *blueprint.unquantized), blueprint.unquantized_experts
             ),
         }
         others = {name: (source.stored(name).nbytes, partial(source.read, name)) for name in blueprint.others}

@@ -100,8 +100,9 @@ class Blueprint:
     layers: tuple[DecoderLayer, ...]
     unquantized: tuple[str, ...]
     """Full names of linear layers, routers among them, in decoder layers that are not quantized."""
-    heads: tuple[str, ...]
-    """Full names of LM heads, which are not quantized."""
+    outside: tuple[str, ...]
+    """Full names of modules that are not quantized and in no decoder layer: LM heads, and those with matrices that the
+    model does not read, as in a vision tower."""
     unquantized_experts: tuple[str, ...]
     """Full names of modules with all experts of a layer, none of which is quantized."""
     others: tuple[str, ...]
@@ -144,8 +145,8 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
             if not _add(source, settings, [layer.spec], merged):
                 unquantized += dict.fromkeys(part.stored_name for part in layer.spec.parts)
         else:
-            matrices = [name for name, tensor in layer.tensors().items() if len(tensor.shape) > 1]
-            unquantized += [name.removesuffix(".weight") for name in matrices if LAYER.match(name)]
+            matrices = [factory.stored_name(name) for name, one in layer.tensors().items() if len(one.shape) > 1]
+            unquantized += [_module(name) for name in matrices if LAYER.match(name)]
     if not merged and settings.method != NONE:
         raise ConfigError(
             "--ignore leaves every linear layer alone, so that nothing would be quantized; --method none --kv-cache fp8"
@@ -157,14 +158,30 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
             " not read scales of their keys and values; leave out --kv-cache"
         )
     scales = [name for reader in factory.kv_scales for name in (reader.names.keys[0], reader.names.values[0])]
+    read = _names_read(factory)
+    prefixes = {match[1] for name in read if (match := LAYER.match(name))}
+    members = [name for name in source.names if (match := LAYER.match(name)) and match[1] in prefixes]
+    not_read = [name for name in source.names if name not in read and len(source.stored(name).shape) > 1]
+    heads = [*quant.heads, *(_module(factory.stored_name(name)) for name in factory.tied)]
     return Blueprint(
-        layers=tuple(_layers(source.names, merged, scales)),
+        layers=tuple(_layers(members, merged, scales)),
         unquantized=tuple(unquantized),
-        heads=(*quant.heads, *(name.removesuffix(".weight") for name in factory.tied)),
+        outside=tuple(dict.fromkeys([*heads, *map(_module, not_read)])),
         unquantized_experts=tuple(unquantized_experts),
-        others=tuple(name for name in source.names if LAYER.match(name) is None),
+        others=tuple(name for name in source.names if name not in set(members)),
         spec=shape_of(parts.model, checkpoint.config),
     )
+
+
+def _names_read(factory: LayerFactory) -> set[str]:
+    """Names of the checkpoint's tensors that the model's layers read."""
+    tensors = [pair for layer in factory.layers for pair in layer.tensors().items()]
+    return {factory.stored_name(name if spec.stored_in is None else spec.stored_in.name) for name, spec in tensors}
+
+
+def _module(tensor: str) -> str:
+    """The module whose weight a tensor is; a tensor of another name is the name of what has no module of its own."""
+    return tensor.removesuffix(".weight")
 
 
 class _Recorder(Unquantized):
@@ -228,9 +245,9 @@ def _add(
 
 
 def _layers(
-    names: Collection[str], merged: Mapping[str, list[tuple[str, ...]]], scales: Sequence[str]
+    names: Sequence[str], merged: Mapping[str, list[tuple[str, ...]]], scales: Sequence[str]
 ) -> Iterator[DecoderLayer]:
-    """The decoder layers, in order."""
+    """The decoder layers, in order. names: of their tensors."""
     members: dict[tuple[int, str], list[str]] = {}
     for name in names:
         if match := LAYER.match(name):
