@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import re
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -207,6 +208,20 @@ def test_dead_links_are_those_to_missing_files_and_headings(tmp_path: Path) -> N
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     assert dead_links(page) == []
+
+
+def test_packages_to_install_are_those_of_the_extras() -> None:
+    """By their own names: an index may have the engine in another version, or another program of that name."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    requirements = {one for extra in extras.values() for one in extra if not one.startswith("pluggable-llm-engine")}
+    commands = {
+        (page.name, quoted)
+        for page in PAGES
+        for quoted in re.findall(r"pip install (?:-e )?'([^']+)'", page.read_text(encoding="utf-8"))
+        if not quoted.startswith(".")  # a checkout
+    }
+    assert {page for page, _ in commands} >= {"executors.md", "profiling.md", "structured-output.md"}
+    assert [(page, quoted) for page, quoted in sorted(commands) if quoted not in requirements] == []
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
