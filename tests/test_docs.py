@@ -20,7 +20,12 @@ from engine.core.plugin_host import load_plugins
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+READMES = [
+    page
+    for directory in ("benchmarks", "demo", "examples", "tests/sample_plugin")
+    for page in (ROOT / directory).rglob("README.md")
+]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *READMES])
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +210,20 @@ def test_dead_links_are_those_to_missing_files_and_headings(tmp_path: Path) -> N
     assert dead_links(page) == ["#gone", "other.md#top", "missing.md#top", "missing.md"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_those_for_readers() -> None:
+    names = {str(page.relative_to(ROOT)) for page in PAGES}
+    assert names >= {
+        "README.md",
+        "docs/index.md",
+        "benchmarks/json_schema_suite/README.md",
+        "demo/engine-demo/README.md",
+        "examples/third_party_models/README.md",
+        "examples/third_party_speculator/README.md",
+        "tests/sample_plugin/README.md",
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     assert dead_links(page) == []
 
