@@ -105,6 +105,8 @@ class Blueprint:
     model does not read, as in a vision tower."""
     unquantized_experts: tuple[str, ...]
     """Full names of modules with all experts of a layer, none of which is quantized."""
+    has_expert_modules: bool
+    """Whether the checkpoint has a module per expert; transformers, which runs text, has stacked experts."""
     others: tuple[str, ...]
     """Names of tensors outside the decoder layers."""
     spec: ModelSpec
@@ -168,6 +170,7 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
         unquantized=tuple(unquantized),
         outside=tuple(dict.fromkeys([*heads, *map(_module, not_read)])),
         unquantized_experts=tuple(unquantized_experts),
+        has_expert_modules=any(isinstance(layer, Experts) and not layer.spec.stacked for layer in factory.layers),
         others=tuple(name for name in source.names if name not in set(members)),
         spec=shape_of(parts.model, checkpoint.config),
     )

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from engine.core import Engine, SamplingParams
 from engine.core.errors import CheckpointError, ConfigError
+from engine.quantize.calibration import Calibration
 from engine.quantize.run import quantize
 from engine.quantize.settings import Settings
 from engine.testing.checkpoints import make_checkpoint
@@ -120,6 +121,20 @@ def test_group_size_that_does_not_fit_experts_is_an_error(checkpoints: dict[str,
         ConfigError, match=r'experts\.0\.down_proj has 32 inputs.* or give --ignore "re:\.\*\\\.experts'
     ):
         quantize(checkpoints["qwen3_moe"], tmp_path / "out", settings, device="cpu")
+
+
+def test_calibration_text_for_experts_that_are_modules_is_an_error(
+    checkpoints: dict[str, Path], calibration: Calibration, tmp_path: Path
+) -> None:
+    """Also where they are to stay as they are."""
+    for settings in (
+        Settings.choose("fp8"),
+        Settings.choose("gptq", group_size=32, ignore=(r"re:.*\.experts\.",)),
+        Settings.choose("none", kv_cache="fp8"),
+    ):
+        with pytest.raises(CheckpointError, match="has a module per expert, through which calibration text cannot be"):
+            quantize(checkpoints["qwen3_moe"], tmp_path / "out", settings, calibration=calibration, device="cpu")
+    assert not (tmp_path / "out").exists()
 
 
 def test_experts_that_could_not_be_served_once_quantized_are_an_error(tmp_path: Path) -> None:
