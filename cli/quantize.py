@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +19,8 @@ from engine.quantize.progress import Progress
 from engine.quantize.settings import Settings
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine.quantize.report import LayerReport, Report
 
 WEIGHTS = "4- or 8-bit weights: rtn, gptq, awq"
@@ -237,7 +241,7 @@ class Lines(Progress):
 
 
 def print_report(report: Report, output: Path) -> None:
-    """Print the errors and KV scales of each layer, then size, perplexity and time of the run."""
+    """Print the errors and KV scales of each layer, what stays unquantized, size, perplexity and time of the run."""
     columns, rows = ["layer"], [[str(layer.number)] for layer in report.layers]
     if any(layer.linears for layer in report.layers):
         columns += ["error of weights", "error of outputs", "worst in"]
@@ -250,6 +254,8 @@ def print_report(report: Report, output: Path) -> None:
             found = layer.kv_scales
             row.extend(("", "") if found is None else (f"{found.key:.4g}", f"{found.value:.4g}"))
     print_table(columns, rows)
+    if any(layer.linears for layer in report.layers) and report.unquantized:
+        typer.echo(f"unquantized {', '.join(summary(report.unquantized))}")
     share = report.bytes_after / report.bytes_before
     typer.echo(f"size        {megabytes(report.bytes_before)} -> {megabytes(report.bytes_after)} ({share:.0%})")
     before, after = report.perplexity_before, report.perplexity_after
@@ -258,6 +264,12 @@ def print_report(report: Report, output: Path) -> None:
         typer.echo(f"perplexity  {before.value:.3f} -> {after.value:.3f} ({change:+.2%}), {before.tokens:,} tokens")
     typer.echo(f"time        {report.seconds:.1f} s")
     typer.echo(f"written to  {output}")
+
+
+def summary(modules: Sequence[str]) -> list[str]:
+    """Modules by their names within decoder layers, without numbers: each name and in how many places it is."""
+    kinds = Counter(re.sub(r"\.\d+(?=\.|$)", ".N", re.sub(r"^.*\.layers\.\d+\.", "", name)) for name in modules)
+    return [f"{kind} ({count})" for kind, count in kinds.items()]
 
 
 def percent(error: float | None) -> str:

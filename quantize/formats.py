@@ -24,7 +24,6 @@ from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.quantize.grid import Grid
 from engine.quantize.settings import AWQ, GPTQ, NONE, STATIC, Settings
 
-HEAD = "lm_head"
 Tensors = dict[str, torch.Tensor]
 """Tensors of one linear layer, by suffix of their names."""
 
@@ -56,8 +55,9 @@ class Format(ABC):
         self.dtype = dtype
 
     @abstractmethod
-    def config(self, unquantized: Sequence[str]) -> dict[str, Any]:
-        """quantization_config. unquantized: names of linear layers in decoder layers that are not quantized."""
+    def config(self, unquantized: Sequence[str] = (), experts: Sequence[str] = ()) -> dict[str, Any]:
+        """quantization_config. unquantized: names of linear layers that are not quantized. experts: names of modules
+        with all experts of a layer that are not quantized."""
 
 
 class EightBit(Format):
@@ -80,7 +80,7 @@ class EightBit(Format):
         """The dequantized weight, float32."""
         return dequantize(tensors["weight"], tensors["weight_scale"], torch.float32)
 
-    def config(self, unquantized: Sequence[str]) -> dict[str, Any]:
+    def config(self, unquantized: Sequence[str] = (), experts: Sequence[str] = ()) -> dict[str, Any]:
         settings = self.settings
         kind = "float" if settings.method == "fp8" else "int"
         weights = _number(8, kind, settings.granularity)
@@ -91,13 +91,13 @@ class EightBit(Format):
             inputs = _number(8, kind, "group", group_size=BLOCK, dynamic=True)
         else:
             inputs = _number(8, kind, "token", dynamic=True)
-        return _compressed(self.settings, f"{kind}-quantized", weights, inputs, unquantized)
+        return _compressed(self.settings, f"{kind}-quantized", weights, inputs, unquantized, experts)
 
 
 class Plain(Format):
     """compressed-tensors with unquantized weights: describes the KV cache only."""
 
-    def config(self, unquantized: Sequence[str]) -> dict[str, Any]:
+    def config(self, unquantized: Sequence[str] = (), experts: Sequence[str] = ()) -> dict[str, Any]:
         return {
             "quant_method": "compressed-tensors",
             "format": "dense",
@@ -138,7 +138,7 @@ class Packed(Format):
         name = "layer"
         part = LinearPart(name=name, out_features=outputs)
         spec = LinearSpec(parts=(part,), in_features=inputs, bias=False, dtype="float32")
-        kernel = self.method.from_checkpoint(self.config(()), None).linear(spec)
+        kernel = self.method.from_checkpoint(self.config(), None).linear(spec)
         assert isinstance(kernel, W4A16Kernel)
         loaded = {f"{name}.{end}": tensor for end, tensor in tensors.items()}
         return kernel.reader.read(part, spec, loaded).dequantize(kernel.reader.scheme)
@@ -165,10 +165,11 @@ class GptqFormat(Packed):
             "g_idx": side_by_side.to(torch.int32) if weight.group_of is None else weight.group_of,
         }
 
-    def config(self, unquantized: Sequence[str]) -> dict[str, Any]:
+    def config(self, unquantized: Sequence[str] = (), experts: Sequence[str] = ()) -> dict[str, Any]:
         """As Format; unquantized layers are patterns of `dynamic`, as GPTQModel writes them."""
         settings = self.settings
-        left: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in unquantized}
+        patterns = [*(f"{re.escape(name)}$" for name in unquantized), *map(_module_pattern, experts)]
+        left: dict[str, dict[str, Any]] = {f"-:^{pattern}": {} for pattern in patterns}
         return {
             "quant_method": "gptq",
             "bits": settings.bits,
@@ -195,14 +196,14 @@ class AwqFormat(Packed):
             "scales": weight.scales,
         }
 
-    def config(self, unquantized: Sequence[str]) -> dict[str, Any]:
+    def config(self, unquantized: Sequence[str] = (), experts: Sequence[str] = ()) -> dict[str, Any]:
         return {
             "quant_method": "awq",
             "bits": 4,
             "group_size": self.settings.group_size,
             "zero_point": True,
             "version": "gemm",
-            "modules_to_not_convert": [HEAD, *unquantized],
+            "modules_to_not_convert": [*unquantized, *experts],
         }
 
 
@@ -226,7 +227,7 @@ class PackedTensors(Packed):
             tensors["weight_zero_point"] = pack(_zeros(weight).T, bits, 0)
         return tensors
 
-    def config(self, unquantized: Sequence[str]) -> dict[str, Any]:
+    def config(self, unquantized: Sequence[str] = (), experts: Sequence[str] = ()) -> dict[str, Any]:
         settings = self.settings
         weights = _number(settings.bits, "int", "group" if settings.group_size > 0 else "channel")
         weights["symmetric"] = settings.symmetric
@@ -234,7 +235,7 @@ class PackedTensors(Packed):
             weights["group_size"] = settings.group_size
             if settings.act_order != "none":
                 weights["actorder"] = settings.act_order
-        return _compressed(self.settings, "pack-quantized", weights, None, unquantized)
+        return _compressed(self.settings, "pack-quantized", weights, None, unquantized, experts)
 
 
 def make_format(settings: Settings, dtype: torch.dtype) -> EightBit | Packed | Plain:
@@ -250,6 +251,11 @@ def make_format(settings: Settings, dtype: torch.dtype) -> EightBit | Packed | P
 def _zeros(weight: QuantizedWeight) -> torch.Tensor:
     assert weight.zeros is not None
     return weight.zeros
+
+
+def _module_pattern(name: str) -> str:
+    """A regular expression of a module's name and of the names of the modules in it, to match from the beginning."""
+    return rf"{re.escape(name)}(\..+)?$"
 
 
 def _number(bits: int, kind: str, strategy: str, *, dynamic: bool = False, **more: Any) -> dict[str, Any]:
@@ -268,6 +274,7 @@ def _compressed(
     weights: dict[str, Any],
     inputs: dict[str, Any] | None,
     unquantized: Sequence[str],
+    experts: Sequence[str],
 ) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
@@ -275,6 +282,6 @@ def _compressed(
         "format": stored,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {**group, "format": stored}},
-        "ignore": [HEAD, *unquantized],
+        "ignore": [*unquantized, *(f"re:{_module_pattern(name)}" for name in experts)],
         "kv_cache_scheme": _kv_cache_scheme(settings),
     }

@@ -75,6 +75,8 @@ class Report:
     settings: Mapping[str, Any]
     calibration: Mapping[str, Any] | None
     layers: tuple[LayerReport, ...]
+    unquantized: tuple[str, ...]
+    """Full names of the modules in decoder layers that are not quantized: linear layers, routers, experts."""
     bytes_before: int
     bytes_after: int
     """Bytes of the safetensors files."""

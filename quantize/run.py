@@ -12,7 +12,7 @@ import torch
 from attrs import asdict, frozen
 
 from engine.core.device import find_device
-from engine.core.errors import ConfigError
+from engine.core.errors import CheckpointError, ConfigError
 from engine.core.text import Tokenizer
 from engine.core.weights import Checkpoint
 from engine.quantize.calibration import Calibration, no_calibration
@@ -69,6 +69,11 @@ def quantize(
     found = find_device(device)
     source = Source(Checkpoint.open(model))
     blueprint = make_blueprint(source, settings, found)
+    if calibration is not None and blueprint.has_expert_modules:
+        raise CheckpointError(
+            f"{source.checkpoint.path} has a module per expert, through which calibration text cannot be run; use fp8,"
+            " int8 or rtn, without --calibration and --kv-cache"
+        )
     if held_out is not None:
         check_windows(held_out.context, held_out.stride, blueprint.spec.max_len)
     samples = None
@@ -105,7 +110,9 @@ def quantize(
         progress.phase("writing the checkpoint")
         config = {
             **source.checkpoint.config,
-            "quantization_config": make_format(settings, source.dtype).config(blueprint.unquantized),
+            "quantization_config": make_format(settings, source.dtype).config(
+                (*blueprint.outside, *blueprint.unquantized), blueprint.unquantized_experts
+            ),
         }
         others = {name: (source.stored(name).nbytes, partial(source.read, name)) for name in blueprint.others}
         size = target.finish(others, total, config, source.checkpoint.path, shard_bytes)
@@ -118,6 +125,7 @@ def quantize(
             settings=settings.as_dict(),
             calibration=None if calibration is None else _describe(calibration),
             layers=tuple(reports),
+            unquantized=(*blueprint.unquantized, *blueprint.unquantized_experts),
             bytes_before=sum(source.file_sizes.values()),
             bytes_after=size,
             seconds=time.perf_counter() - began + spent,

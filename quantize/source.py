@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -14,14 +14,16 @@ from safetensors import safe_open
 from engine.core.config import load_config
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError, ConfigError
-from engine.core.layers import LayerFactory, Linear, torch_dtype
+from engine.core.layers import Experts, LayerFactory, Linear, torch_dtype
 from engine.core.models import ModelSpec
 from engine.core.plugin_host import DTYPES, load_plugins, resolve, shape_of
+from engine.core.quant import LinearKernel, LinearSpec
 from engine.core.weights import INDEX, SINGLE, Checkpoint, StoredTensor, TensorFile, read_json
 from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
 from engine.plugins.quant.none import Unquantized
 from engine.plugins.quant.packing import WORD
 from engine.plugins.quant.quantization_config import is_listed
+from engine.quantize.formats import make_format
 from engine.quantize.settings import NONE, Settings
 
 LAYER = re.compile(r"^(.*\.layers\.(\d+))\.(.+)$")
@@ -47,9 +49,9 @@ class Source:
         self.file_sizes = {name: (directory / name).stat().st_size for name in files}
 
     @property
-    def names(self) -> list[str]:
+    def names(self) -> Collection[str]:
         """Names of all tensors."""
-        return list(self._file_of)
+        return self._file_of.keys()
 
     def stored(self, name: str) -> StoredTensor:
         """A tensor's entry in the header of its file."""
@@ -97,7 +99,14 @@ class Blueprint:
 
     layers: tuple[DecoderLayer, ...]
     unquantized: tuple[str, ...]
-    """Full names of linear layers in decoder layers that are not quantized."""
+    """Full names of linear layers, routers among them, in decoder layers that are not quantized."""
+    outside: tuple[str, ...]
+    """Full names of modules that are not quantized and in no decoder layer: LM heads, and those with matrices that the
+    model does not read, as in a vision tower."""
+    unquantized_experts: tuple[str, ...]
+    """Full names of modules with all experts of a layer, none of which is quantized."""
+    has_expert_modules: bool
+    """Whether the checkpoint has a module per expert; transformers, which runs text, has stacked experts."""
     others: tuple[str, ...]
     """Names of tensors outside the decoder layers."""
     spec: ModelSpec
@@ -106,8 +115,8 @@ class Blueprint:
 def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Blueprint:
     """Find the linear layers, by building the engine's model of the checkpoint without weights.
 
-    Raises CheckpointError if the checkpoint is quantized already or lacks tensors of its model, PluginError if no
-    plugin builds the model, ConfigError if settings do not fit its sizes.
+    Raises CheckpointError if the checkpoint is quantized already, lacks tensors of its model, or could not be served
+    once quantized; PluginError if no plugin builds the model; ConfigError if settings do not fit its sizes.
     """
     checkpoint = source.checkpoint
     if checkpoint.quantization is not None:
@@ -117,34 +126,29 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
         )
     config = load_config(overrides={"model.path": (str(checkpoint.path), "argument")}).config
     parts = resolve(config, load_plugins(config.plugins), device, checkpoint.config)
-    quant = Unquantized(KVCacheScheme(has_scales=settings.kv_cache is not None))
-    factory = LayerFactory(dtype="float32", device="cpu", quant=quant)
+    written = {**checkpoint.config, "quantization_config": make_format(settings, source.dtype).config()}
+    refusal = parts.model.refuses(written)
+    if refusal is not None:
+        raise CheckpointError(f"the engine could not serve {checkpoint.path} once quantized: {refusal}")
+    quant = _Recorder(KVCacheScheme(has_scales=settings.kv_cache is not None))
+    factory = LayerFactory(dtype="float32", device="cpu", quant=quant, stored=source.names)
     parts.model(checkpoint.config, factory, parts.options["models"])
-    linears = [layer for layer in factory.layers if isinstance(layer, Linear)]
     merged: dict[str, list[tuple[str, ...]]] = {}
     unquantized: list[str] = []
-    for layer in linears:
-        stored = {
-            part.stored_name: part.out_features if part.stored_in is None else part.stored_in.size
-            for part in layer.spec.parts
-        }
-        names = list(stored)
-        ignored = [name for name in names if settings.method == NONE or is_listed(name, settings.ignore)]
-        if ignored and len(ignored) < len(names):
-            raise ConfigError(
-                f"--ignore leaves {ignored[0]} alone but not {next(iter(set(names) - set(ignored)))}; they are"
-                f" multiplied as one matrix, so ignore all of {', '.join(names)}, or none"
-            )
-        unquantized += ignored
-        for name, outputs in stored.items():
-            _check_tensor(source, name, (outputs, layer.spec.in_features))
-            if not ignored:
-                _check_sizes(settings, name, outputs, layer.spec.in_features)
-        if not ignored:
-            found = [LAYER.match(name) for name in names]
-            if any(match is None for match in found):
-                raise CheckpointError(f"{names[0]} is in no decoder layer (NAME.layers.N); give --ignore for it")
-            merged.setdefault(found[0][1], []).append(tuple(match[3] for match in found))  # type: ignore[index]
+    unquantized_experts: list[str] = []
+    for layer in factory.layers:
+        if isinstance(layer, Experts):
+            spec = layer.spec
+            linears = [linear for expert in range(spec.num_experts) for linear in spec.linears(expert)]
+            # No format of linear layers describes stacked experts.
+            if spec.stacked or not _add(source, settings, linears, merged, experts=spec.name):
+                unquantized_experts.append(spec.name)
+        elif isinstance(layer, Linear) and quant.asked_for(layer.spec):
+            if not _add(source, settings, [layer.spec], merged):
+                unquantized += dict.fromkeys(part.stored_name for part in layer.spec.parts)
+        else:
+            matrices = [factory.stored_name(name) for name, one in layer.tensors().items() if len(one.shape) > 1]
+            unquantized += [_module(name) for name in matrices if LAYER.match(name)]
     if not merged and settings.method != NONE:
         raise ConfigError(
             "--ignore leaves every linear layer alone, so that nothing would be quantized; --method none --kv-cache fp8"
@@ -156,18 +160,97 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
             " not read scales of their keys and values; leave out --kv-cache"
         )
     scales = [name for reader in factory.kv_scales for name in (reader.names.keys[0], reader.names.values[0])]
+    read = _names_read(factory)
+    prefixes = {match[1] for name in read if (match := LAYER.match(name))}
+    members = [name for name in source.names if (match := LAYER.match(name)) and match[1] in prefixes]
+    not_read = [name for name in source.names if name not in read and len(source.stored(name).shape) > 1]
+    heads = [*quant.heads, *(_module(factory.stored_name(name)) for name in factory.tied)]
     return Blueprint(
-        layers=tuple(_layers(source.names, merged, scales)),
+        layers=tuple(_layers(members, merged, scales)),
         unquantized=tuple(unquantized),
-        others=tuple(name for name in source.names if LAYER.match(name) is None),
+        outside=tuple(dict.fromkeys([*heads, *map(_module, not_read)])),
+        unquantized_experts=tuple(unquantized_experts),
+        has_expert_modules=any(isinstance(layer, Experts) and not layer.spec.stacked for layer in factory.layers),
+        others=tuple(name for name in source.names if name not in set(members)),
         spec=shape_of(parts.model, checkpoint.config),
     )
+
+
+def _names_read(factory: LayerFactory) -> set[str]:
+    """Names of the checkpoint's tensors that the model's layers read."""
+    tensors = [pair for layer in factory.layers for pair in layer.tensors().items()]
+    return {factory.stored_name(name if spec.stored_in is None else spec.stored_in.name) for name, spec in tensors}
+
+
+def _module(tensor: str) -> str:
+    """The module whose weight a tensor is; a tensor of another name is the name of what has no module of its own."""
+    return tensor.removesuffix(".weight")
+
+
+class _Recorder(Unquantized):
+    """Records the linear layers that a quantization method is asked for; routers are not among them."""
+
+    def __init__(self, kv_cache: KVCacheScheme) -> None:
+        super().__init__(kv_cache)
+        self._asked: set[str] = set()
+        self.heads: list[str] = []
+        """Names of output layers."""
+
+    def linear(self, spec: LinearSpec) -> LinearKernel | None:
+        self._asked.update(part.name for part in spec.parts)
+        return None
+
+    def lm_head(self, spec: LinearSpec) -> LinearKernel | None:
+        self.heads += [part.stored_name for part in spec.parts]
+        return None
+
+    def asked_for(self, spec: LinearSpec) -> bool:
+        """Whether the method was asked for a linear layer."""
+        return spec.parts[0].name in self._asked
+
+
+def _add(
+    source: Source,
+    settings: Settings,
+    linears: Sequence[LinearSpec],
+    merged: dict[str, list[tuple[str, ...]]],
+    *,
+    experts: str = "",
+) -> bool:
+    """Add linear layers that must be quantized alike to `merged`: prefix of a decoder layer -> names within it, by
+    input. Returns False if the settings leave them unquantized.
+
+    experts: name of the module of experts that has them; empty: they are one merged layer.
+    """
+    groups = [dict.fromkeys(part.stored_name for part in linear.parts) for linear in linears]
+    names = [name for group in groups for name in group]
+    ignored = [name for name in names if settings.method == NONE or is_listed(name, settings.ignore)]
+    if ignored and len(ignored) < len(names):
+        other = next(name for name in names if name not in ignored)
+        advice = f"multiplied as one matrix, so ignore all of {', '.join(names)}, or none"
+        if experts:
+            advice = f"quantized alike, so ignore all experts ({_pattern_of(experts)}), or none"
+        raise ConfigError(f"--ignore leaves {ignored[0]} alone but not {other}; they are {advice}")
+    for linear in linears:
+        for part in linear.parts:
+            outputs = part.out_features if part.stored_in is None else part.stored_in.size
+            _check_tensor(source, part.stored_name, (outputs, linear.in_features))
+            if not ignored:
+                _check_sizes(settings, part.stored_name, outputs, linear.in_features, experts)
+    if ignored:
+        return False
+    for group in groups:
+        found = [LAYER.match(name) for name in group]
+        if any(match is None for match in found):
+            raise CheckpointError(f"{next(iter(group))} is in no decoder layer (NAME.layers.N); give --ignore for it")
+        merged.setdefault(found[0][1], []).append(tuple(match[3] for match in found))  # type: ignore[index]
+    return True
 
 
 def _layers(
     names: Sequence[str], merged: Mapping[str, list[tuple[str, ...]]], scales: Sequence[str]
 ) -> Iterator[DecoderLayer]:
-    """The decoder layers, in order."""
+    """The decoder layers, in order. names: of their tensors."""
     members: dict[tuple[int, str], list[str]] = {}
     for name in names:
         if match := LAYER.match(name):
@@ -192,12 +275,14 @@ def _check_tensor(source: Source, module: str, shape: tuple[int, int]) -> None:
         )
 
 
-def _check_sizes(settings: Settings, module: str, outputs: int, inputs: int) -> None:
-    """Raises ConfigError if the linear layer's sizes do not divide into groups or words."""
+def _check_sizes(settings: Settings, module: str, outputs: int, inputs: int, experts: str) -> None:
+    """Raises ConfigError if the linear layer's sizes do not divide into groups or words. experts: as in `_add`."""
     if settings.is_eight_bit:
         return
     size, per_word = settings.group_size, WORD // settings.bits
     advice = f'give --ignore "re:.*{re.escape(module.rpartition(".")[2])}" (and what is merged with it)'
+    if experts:
+        advice = f"give --ignore {_pattern_of(experts)}"
     if size != -1 and inputs % size:
         fitting = [str(one) for one in (128, 64, 32, 16) if inputs % one == 0]
         use = f"use --group-size {' or '.join([*fitting, '-1'])}"
@@ -209,3 +294,8 @@ def _check_sizes(settings: Settings, module: str, outputs: int, inputs: int) -> 
             f"{module} has {outputs} outputs and {inputs} inputs; {settings.bits} bits are packed {per_word} in a word,"
             f" along either; {advice}"
         )
+
+
+def _pattern_of(experts: str) -> str:
+    """The value of --ignore that leaves all experts unquantized. experts: name of a module of experts."""
+    return f'"re:.*\\.{re.escape(experts.rpartition(".")[2])}\\."'

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import re
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,12 @@ from engine.core.plugin_host import load_plugins
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+READMES = [
+    page
+    for directory in ("benchmarks", "demo", "examples", "tests/sample_plugin")
+    for page in (ROOT / directory).rglob("README.md")
+]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *READMES])
 
 
 @pytest.fixture(scope="module")
@@ -204,9 +210,36 @@ def test_dead_links_are_those_to_missing_files_and_headings(tmp_path: Path) -> N
     assert dead_links(page) == ["#gone", "other.md#top", "missing.md#top", "missing.md"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_those_for_readers() -> None:
+    names = {str(page.relative_to(ROOT)) for page in PAGES}
+    assert names >= {
+        "README.md",
+        "docs/index.md",
+        "benchmarks/json_schema_suite/README.md",
+        "demo/engine-demo/README.md",
+        "examples/third_party_models/README.md",
+        "examples/third_party_speculator/README.md",
+        "tests/sample_plugin/README.md",
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     assert dead_links(page) == []
+
+
+def test_packages_to_install_are_those_of_the_extras() -> None:
+    """By their own names: an index may have the engine in another version, or another program of that name."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    requirements = {one for extra in extras.values() for one in extra if not one.startswith("pluggable-llm-engine")}
+    commands = {
+        (page.name, quoted)
+        for page in PAGES
+        for quoted in re.findall(r"pip install (?:-e )?'([^']+)'", page.read_text(encoding="utf-8"))
+        if not quoted.startswith(".")  # a checkout
+    }
+    assert {page for page, _ in commands} >= {"executors.md", "profiling.md", "structured-output.md"}
+    assert [(page, quoted) for page, quoted in sorted(commands) if quoted not in requirements] == []
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)

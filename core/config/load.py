@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -33,7 +34,8 @@ PATHS = (
     "server.ssl_keyfile",
     "server.uds",
 )
-"""Settings that name a file or directory; in a file of settings, a relative path starts from that file's directory."""
+"""Settings that name a file or directory; ~ is the user's home, and in a file of settings, a relative path starts from
+that file's directory."""
 HUB_NAMES = ("model.path", "model.tokenizer", "speculator.model")
 """Settings among them that may name a model on the hub instead."""
 
@@ -108,11 +110,12 @@ def load_config(
 
     in_defaults: dict[KeyPath, KeyPath] = {}
     for key, (value, origin) in defaults.items():
-        put(split_key(key), value, origin, _place(origin, key), in_defaults)
+        path = split_key(key)
+        put(path, _located(path, value), origin, _place(origin, key), in_defaults)
     in_file: dict[KeyPath, KeyPath] = {}
     if file is not None:
         for path, value in _sections(_read(file)):
-            put(path, _from_file(path, value, file), file.name, f"{file}: {_bracketed(path)}", in_file)
+            put(path, _located(path, value, file.parent), file.name, f"{file}: {_bracketed(path)}", in_file)
     in_overrides: dict[KeyPath, KeyPath] = {}
     for key, override in overrides.items():
         path = split_key(key)
@@ -121,7 +124,7 @@ def load_config(
         if isinstance(override, tuple) and len(override) == 2 and isinstance(override[1], str):
             value, origin = override
         where = origin if _is_flag(setting, origin, path) else _place(origin, key)
-        put(path, _typed(value, setting), origin, where, in_overrides)
+        put(path, _located(path, _typed(value, setting)), origin, where, in_overrides)
 
     if problems:
         raise ConfigError("\n".join(problems))
@@ -171,12 +174,18 @@ def _sections(content: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Any]]:
             yield (section,), values
 
 
-def _from_file(path: KeyPath, value: Any, file: Path) -> Any:
-    """The value; if it is a relative path, relative to the file's directory."""
+def _located(path: KeyPath, value: Any, directory: Path | None = None) -> Any:
+    """The value; if it is a path, with the user's home in place of ~.
+
+    directory: of the file of settings that has the value, from which a relative path starts.
+    """
     key = ".".join(canonical(path))
     if key not in PATHS or not isinstance(value, str) or not value:
         return value
-    found = file.parent / value
+    value = os.path.expanduser(value)
+    if directory is None:
+        return value
+    found = directory / value
     return value if key in HUB_NAMES and is_hub_name(value, found) else str(found)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
+
+from attrs import evolve
 
 from engine.core.errors import CheckpointError, ConfigError
 from engine.core.layers.experts import Experts
+from engine.core.layers.former_prefixes import FormerPrefixes, best_answer
 from engine.core.layers.routing import Router, RoutingSpec
 from engine.core.plugin_host.faults import blame, expect
 from engine.core.quant.base import Activation, LinearPart, QuantMethod
@@ -38,11 +40,12 @@ class ExpertLayers:
     _quant: QuantMethod[Any] | None
     _quant_owner: str
     _classes: LayerClasses
-    _stored: Collection[str] | None
+    _prefixes: FormerPrefixes
     _has_warned = False
     if TYPE_CHECKING:
         shard: Callable[[int, str], int]
         stores: Callable[[str], bool | None]
+        stores_tensor: Callable[[str], bool | None]
         _linear: Callable[..., Linear]
         _record: Callable[[Experts], Experts]
 
@@ -86,7 +89,7 @@ class ExpertLayers:
             self.shard(intermediate_size, f"intermediate features of {name} (with --expert-parallel they can)")
         is_stacked = self.stores(name)
         spec = ExpertsSpec(
-            name=name,
+            name=self._prefixes.stored(name),
             num_experts=num_experts,
             top_k=top_k,
             hidden_size=hidden_size,
@@ -103,33 +106,47 @@ class ExpertLayers:
             rank=self.rank,
             ranks=self.ranks,
         )
-        return self._record(Experts(spec, self._experts_kernel(spec), self._group, owner=self._quant_owner))
+        spec, kernel = self._experts_kernel(spec)
+        return self._record(Experts(spec, kernel, self._group, owner=self._quant_owner))
 
-    def _experts_kernel(self, spec: ExpertsSpec) -> ExpertsKernel:
-        """The quantization method's kernel of a layer's experts, else core's own."""
-        kernel = None
-        if self._quant is not None:
-            with blame(self._quant_owner, f"experts() of {spec.name}"):
-                kernel = self._quant.experts(spec)
-            right = kernel is None or isinstance(kernel, ExpertsKernel)
-            expect(right, self._quant_owner, f"experts() of {spec.name}", kernel, "an ExpertsKernel or None")
+    def _experts_kernel(self, spec: ExpertsSpec) -> tuple[ExpertsSpec, ExpertsKernel]:
+        """The quantization method's kernel of a layer's experts, else core's own, and the spec with the names that the
+        kernel has."""
+        present = evolve(spec, name=self._prefixes.present(spec.name))
+        specs = [spec] if present == spec else [spec, present]
+        spec, kernel = best_answer([(one, self._ask_experts(one)) for one in specs], self._has_expert_tensors)
         if kernel is not None:
             if spec.activation not in kernel.activations:
                 raise ConfigError(
                     f"{self._quant_owner} computes experts with {', '.join(kernel.activations)}, and this model's"
                     f" experts have {spec.activation}; choose another method, or an unquantized checkpoint"
                 )
-            return kernel
+            return spec, kernel
         if self._quant is not None and type(self._quant).experts is QuantMethod.experts:
             self._warn_of_plain_experts(self._quant, spec)
         plain = self._classes.experts_kernel(spec)
-        missing = [name for name in plain.tensors() if self._stored is not None and name not in self._stored]
+        missing = [name for name in plain.tensors() if self.stores_tensor(name) is False]
         if missing:
             raise CheckpointError(
                 f"{self._quant_owner} leaves the experts {spec.name} unquantized, and the checkpoint has no"
                 f" {missing[0]}: its experts may be quantized; choose a method that reads them or another checkpoint"
             )
-        return plain
+        return spec, plain
+
+    def _ask_experts(self, spec: ExpertsSpec) -> ExpertsKernel | None:
+        """The kernel that the quantization method makes. None: the experts are not quantized."""
+        if self._quant is None:
+            return None
+        with blame(self._quant_owner, f"experts() of {spec.name}"):
+            kernel = self._quant.experts(spec)
+        right = kernel is None or isinstance(kernel, ExpertsKernel)
+        expect(right, self._quant_owner, f"experts() of {spec.name}", kernel, "an ExpertsKernel or None")
+        return kernel
+
+    def _has_expert_tensors(self, spec: ExpertsSpec, kernel: ExpertsKernel) -> bool:
+        """Whether the checkpoint has all tensors of a kernel that are not optional."""
+        tensors = Experts(spec, kernel, self._group, owner=self._quant_owner).tensors()
+        return all(one.optional or self.stores_tensor(name) for name, one in tensors.items())
 
     def _warn_of_plain_experts(self, quant: QuantMethod[Any], spec: ExpertsSpec) -> None:
         """Log, once, that a method without `experts` quantizes linear layers alone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -15,6 +15,7 @@ from engine.core.layers.attention import Attention, GroupedAttention
 from engine.core.layers.base import Layer, torch_dtype
 from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
 from engine.core.layers.expert_layers import ExpertLayers
+from engine.core.layers.former_prefixes import FormerPrefixes, best_answer
 from engine.core.layers.head_norm import HeadNorm, ProjectionNorm
 from engine.core.layers.kv_scale_reader import KVScaleReader
 from engine.core.layers.layer_classes import PLAIN
@@ -116,6 +117,7 @@ class SingleLayerFactory(ExpertLayers):
         self.last_norm: Norm | None = None
         """The norm before the LM head, if `final_norm` made it."""
         self._stored = stored
+        self._prefixes = FormerPrefixes({}, ())
         self._modules = None if stored is None else frozenset(name.rpartition(".")[0] for name in stored)
         self._cache = None if cache is None or cache.one else cache
         self._classes = PLAIN
@@ -140,15 +142,23 @@ class SingleLayerFactory(ExpertLayers):
 
     def stores(self, module: str) -> bool | None:
         """Whether the checkpoint has tensors of a module (MODULE.weight). None: unknown, since weights are random."""
-        return None if self._modules is None else module in self._modules
+        return None if self._modules is None else self._prefixes.stored(module) in self._modules
 
     def stores_tensor(self, name: str) -> bool | None:
         """Whether the checkpoint has a tensor. None: unknown, since weights are random."""
-        return None if self._stored is None else name in self._stored
+        return None if self._stored is None else self._prefixes.stored(name) in self._stored
 
     def accept_prefix(self, prefix: str, former: str) -> None:
-        """Let a checkpoint without names that begin with `prefix` have names that begin with `former` instead."""
+        """Let a checkpoint without names that begin with `prefix` have names that begin with `former` instead.
+
+        Both end with a dot. Called before layers are made: the quantization method is asked by the checkpoint's names.
+        """
         self.former_prefixes[prefix] = former
+        self._prefixes = FormerPrefixes(self.former_prefixes, self._stored or ())
+
+    def stored_name(self, name: str) -> str:
+        """The name in the checkpoint, which may have a former prefix, of a tensor or module."""
+        return self._prefixes.stored(name)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of x over all ranks, for layers of a model's own. x may be overwritten.
@@ -291,7 +301,7 @@ class SingleLayerFactory(ExpertLayers):
             input_activation=input_activation,
             exact_input=exact_input,
         )
-        kernel = self._ask_quant("linear", spec) if quantized else None
+        spec, kernel = self._ask_quant("linear", spec) if quantized else (spec, None)
         is_split_by_inputs = parallel == "row" and self.ranks > 1
         return self._record(
             Linear(
@@ -317,7 +327,7 @@ class SingleLayerFactory(ExpertLayers):
         exact_input: bool = False,
     ) -> LinearSpec:
         return LinearSpec(
-            parts=parts,
+            parts=tuple(_renamed(part, self._prefixes.stored) for part in parts),
             in_features=in_features,
             bias=bias,
             dtype=self.dtype,
@@ -330,16 +340,33 @@ class SingleLayerFactory(ExpertLayers):
             ranks=self.ranks,
         )
 
-    def _ask_quant(self, method: Literal["linear", "lm_head"], spec: LinearSpec) -> LinearKernel | None:
-        """The kernel that a method of the quantization plugin makes. None: the layer is not quantized."""
+    def _ask_quant(
+        self, method: Literal["linear", "lm_head"], spec: LinearSpec
+    ) -> tuple[LinearSpec, LinearKernel | None]:
+        """The kernel that a method of the quantization plugin makes, and the spec with the names that the kernel has.
+        None: the layer is not quantized."""
         if self._quant is None:
-            return None
+            return spec, None
+        present = evolve(spec, parts=tuple(_renamed(part, self._prefixes.present) for part in spec.parts))
+        specs = [spec] if present == spec else [spec, present]
+        return best_answer([(one, self._ask_kernel(method, one)) for one in specs], self._has_tensors)
+
+    def _ask_kernel(self, method: Literal["linear", "lm_head"], spec: LinearSpec) -> LinearKernel | None:
         call = f"{method}() of {spec.parts[0].name}"
+        assert self._quant is not None
         with blame(self._quant_owner, call):
             kernel = self._quant.linear(spec) if method == "linear" else self._quant.lm_head(spec)
         right = kernel is None or isinstance(kernel, LinearKernel)
         expect(right, self._quant_owner, call, kernel, "a LinearKernel or None")
         return kernel
+
+    def _has_tensors(self, spec: LinearSpec, kernel: LinearKernel) -> bool:
+        """Whether the checkpoint has all tensors of a kernel that are not optional."""
+        tensors = Linear(spec, kernel, owner=self._quant_owner).tensors()
+        names = {
+            name if one.stored_in is None else one.stored_in.name for name, one in tensors.items() if not one.optional
+        }
+        return all(self.stores_tensor(name) for name in names)
 
     def _replicas(self, num_kv_heads: int) -> int:
         """Number of ranks that hold the same KV heads."""
@@ -396,7 +423,7 @@ class SingleLayerFactory(ExpertLayers):
         None: the output layer is not quantized; one rank has all tokens.
         """
         spec = self._spec((LinearPart(name=name, out_features=vocab_size),), hidden_size, parallel="column")
-        kernel = self._ask_quant("lm_head", spec)
+        spec, kernel = self._ask_quant("lm_head", spec)
         if kernel is None:
             return None, None
         shard = self.shard(vocab_size, f"outputs of {name}, which are quantized,")
@@ -434,7 +461,7 @@ class SingleLayerFactory(ExpertLayers):
         names = None
         if self._quant is not None and name:
             with blame(self._quant_owner, "kv_scales()"):
-                names = self._quant.kv_scales(name)
+                names = self._quant.kv_scales(self._prefixes.stored(name))
             right = names is None or isinstance(names, KVScaleNames)
             expect(right, self._quant_owner, "kv_scales()", names, "a KVScaleNames or None")
         if names is not None:
@@ -457,6 +484,12 @@ class SingleLayerFactory(ExpertLayers):
     def _record(self, layer: L) -> L:
         self.layers.append(layer)
         return layer
+
+
+def _renamed(part: LinearPart, rename: Callable[[str], str]) -> LinearPart:
+    """The part under another name, and in a layer under another name."""
+    stored_in = None if part.stored_in is None else evolve(part.stored_in, name=rename(part.stored_in.name))
+    return evolve(part, name=rename(part.name), stored_in=stored_in)
 
 
 def _stored_in(name: str, parts: tuple[LinearPart, ...]) -> tuple[LinearPart, ...]:

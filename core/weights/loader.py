@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.core.errors import CheckpointError
+from engine.core.layers.former_prefixes import FormerPrefixes
 from engine.core.layers.layer_factory import LayerFactory
 from engine.core.plugin_host.faults import blame
 from engine.core.quant.base import TensorSpec
@@ -148,8 +149,7 @@ class SafetensorsSource(WeightSource):
         """Open the files and read their headers. Raises CheckpointError if a file is missing or damaged."""
         self._directory = checkpoint.path
         self._file_of = self._locate()
-        self._stored_as: dict[str, str] = {}
-        """Tensor -> its name in the file, where that has a former prefix."""
+        self._prefixes = FormerPrefixes({}, ())
         self._files = {name: TensorFile(checkpoint.path / name) for name in sorted(set(self._file_of.values()))}
         for tensor, name in self._file_of.items():
             if tensor not in self._files[name].tensors:
@@ -161,17 +161,11 @@ class SafetensorsSource(WeightSource):
 
     def rename(self, former: Mapping[str, str]) -> None:
         """As WeightSource.rename, for prefixes that no tensor has."""
-        for prefix, old in former.items():
-            names = [name for name in self._file_of if name.startswith(old)]
-            if any(name.startswith(prefix) for name in self._file_of):
-                continue
-            for name in names:
-                renamed = prefix + name.removeprefix(old)
-                self._file_of[renamed], self._stored_as[renamed] = self._file_of.pop(name), name
+        self._prefixes = FormerPrefixes(former, self._file_of)
 
     def check(self, specs: Mapping[str, TensorSpec], ignored: Sequence[str]) -> Mapping[str, int]:
         """Check names, shapes and dtypes against the files' headers."""
-        stored = {name: _stored_name(name, spec) for name, spec in specs.items()}
+        stored = {name: self._in_file(_stored_name(name, spec)) for name, spec in specs.items()}
         missing = sorted(
             {stored[name] for name, spec in specs.items() if not spec.optional and stored[name] not in self._file_of}
         )
@@ -184,7 +178,10 @@ class SafetensorsSource(WeightSource):
         left_over = [
             name
             for name in self._file_of
-            if name not in wanted and not any(fnmatchcase(name, pattern) for pattern in ignored)
+            if name not in wanted
+            and not any(
+                fnmatchcase(one, pattern) for one in {name, self._prefixes.present(name)} for pattern in ignored
+            )
         ]
         if left_over:
             raise CheckpointError(
@@ -195,11 +192,12 @@ class SafetensorsSource(WeightSource):
 
     def check_tied(self, tied: Mapping[str, str]) -> None:
         """Compares the stored bytes."""
-        for name, used in tied.items():
+        for pair in tied.items():
+            name, used = map(self._in_file, pair)
             if name not in self._file_of or used not in self._file_of:
                 continue
             file, other = self._files[self._file_of[name]], self._files[self._file_of[used]]
-            if not file.holds_equal(self._in_file(name), other, self._in_file(used)):
+            if not file.holds_equal(name, other, used):
                 raise CheckpointError(
                     f"config.json has tie_word_embeddings: true, but {name} and {used} in {self._directory} differ; set"
                     f" tie_word_embeddings to false to compute with both, or remove {name} from the checkpoint"
@@ -210,9 +208,9 @@ class SafetensorsSource(WeightSource):
     ) -> tuple[torch.Tensor, Iterable[ReadTask]]:
         # On a CPU, too, tensors are copied into new memory: those in a mapped file are not aligned, and would change
         # when the file is written to.
-        name = _stored_name(name, spec)
+        name = self._in_file(_stored_name(name, spec))
         file = self._files[self._file_of[name]]
-        stored = file.tensors[self._in_file(name)]
+        stored = file.tensors[name]
         shape, dim, index = list(spec.shape if spec.shape == ONE else stored.shape), 0, 0
         if spec.shard_dim is not None:
             dim = spec.shard_dim
@@ -224,10 +222,11 @@ class SafetensorsSource(WeightSource):
         dtype = _torch_type(stored.dtype)
         on_cpu = torch.device(device).type == "cpu"
         tensor = host_tensor(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=device)
-        return tensor, file.read_tasks(self._in_file(name), dim, index, tensor, spec.shard_parts)
+        return tensor, file.read_tasks(name, dim, index, tensor, spec.shard_parts)
 
     def _in_file(self, name: str) -> str:
-        return self._stored_as.get(name, name)
+        """The name of a tensor in its file. name: that, or the name by which the model asks for it."""
+        return name if name in self._file_of else self._prefixes.stored(name)
 
     def _locate(self) -> dict[str, str]:
         """Tensor -> file. Raises CheckpointError where one file and an index of others are two sets of weights."""
@@ -270,7 +269,7 @@ class SafetensorsSource(WeightSource):
         return file_of
 
     def _check(self, name: str, spec: TensorSpec) -> int:
-        stored = self._files[self._file_of[name]].tensors[self._in_file(name)]
+        stored = self._files[self._file_of[name]].tensors[name]
         shape, dtype = stored.shape, stored.dtype
         expected = _stored_shape(spec)
         where = f"tensor {name} in {self._directory / self._file_of[name]}"

@@ -71,6 +71,17 @@ def test_scales_of_the_kv_cache_are_reported(
         assert row.split()[-2:] == [f"{layer['kv_scales'][name]:.4g}" for name in ("key", "value")]
 
 
+def test_unquantized_routers_and_experts_are_named(run: Any, tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    plain = make_checkpoint(tmp_path / "plain", "qwen3_moe", **experts)
+    ignore = ["--ignore", r"re:.*\.experts\."]
+    for options, named in (([], "mlp.gate (2)"), (ignore, "mlp.gate (2), mlp.experts (2)")):
+        out = str(tmp_path / f"out{len(options)}")
+        result = run("quantize", str(plain), out, "--method", "fp8", "--device", "cpu", *options)
+        assert result.exit_code == 0, result.stderr
+        assert f"unquantized {named}" in result.stdout.splitlines()
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

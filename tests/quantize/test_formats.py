@@ -81,7 +81,7 @@ def test_gptqmodel_accepts_the_format(method: str, act_order: str, symmetric: bo
     """The rule of GPTQModel 1.0 and later: version 1 with sym false only if `meta.quantizer` is gptqmodel."""
     order = {"act_order": act_order} if method == "gptq" else {}
     settings = Settings.choose(method, format="gptq", group_size=32, symmetric=symmetric, **order)
-    config = GptqFormat(settings, torch.float16).config(())
+    config = GptqFormat(settings, torch.float16).config()
     assert config["checkpoint_format"] in ("gptq", "gptq_v2")
     assert config["sym"] or config["checkpoint_format"] != "gptq"
     zeros = torch.full((2, 8), 8 if symmetric else 0, dtype=torch.uint8)  # 0 less one is what programs differ in

@@ -225,6 +225,18 @@ def test_fused_projections_are_quantized_as_they_are_stored(tmp_path: Path) -> N
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=0.0))
 
 
+@pytest.mark.parametrize("method", ["fp8", "rtn"])
+def test_output_layer_of_any_name_stays_unquantized(method: str, tmp_path: Path) -> None:
+    """GPT-NeoX has embed_out in place of lm_head."""
+    plain = make_checkpoint(tmp_path / "plain", "gpt_neox", tokenizer=True)
+    more = {} if method == "fp8" else {"group_size": 32}
+    quantize(plain, tmp_path / "out", Settings.choose(method, **more), device="cpu")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["embed_out"]
+    with Engine(str(tmp_path / "out"), executor__device="cpu", cache__memory="8MiB") as engine:
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=0.0))
+
+
 def test_calibrated_methods_have_smaller_errors_than_rounding(model: Path, calibration: Any, tmp_path: Path) -> None:
     errors = {}
     for method in ("rtn", "gptq", "awq"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.load import flatten, load_config, validate
+from engine.core.config.load import PATHS, flatten, load_config, validate
 from engine.core.config.setting_list import canonical_key
 from engine.core.config.tree import AttentionConfig, CacheConfig, EngineConfig, PluginsConfig
 from engine.core.errors import ConfigError
@@ -128,6 +128,27 @@ def test_relative_paths_in_a_file_start_from_the_file(write: WriteFile, tmp_path
     assert config.model.tokenizer == "/abs/tok"
     assert Path(config.model.chat_template).resolve() == (tmp_path.parent / "t.jinja").resolve()
     assert load_config(file, {"model.path": "here"}).config.model.path == "here"
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_tilde_is_the_home_of_the_user_wherever_a_path_is_given(
+    key: str, write: WriteFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    section, _, name = key.partition(".")
+    needed = {"server.ssl_certfile": ("cert.pem", "test")}  # by ssl_keyfile
+    file = write(f'[{section}]\n{name} = "~/some/where"\n')
+    for loaded in (
+        load_config(file, defaults=needed),
+        load_config(overrides={key: "~/some/where"}, defaults=needed),
+        load_config(overrides={key: ("~/some/where", "$ENGINE_SOMETHING")}, defaults=needed),
+        load_config(defaults={**needed, key: ("~/some/where", "a default")}),
+    ):
+        assert flatten(loaded.config)[key] == "/home/someone/some/where"
+    file = write(f'[{section}]\n{name} = "~"\n')
+    assert flatten(load_config(file, defaults=needed).config)[key] == "/home/someone"
+    file = write(f'[{section}]\n{name} = "./a~/b"\n')
+    assert flatten(load_config(file, defaults=needed).config)[key] == str(tmp_path / "a~" / "b")
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from attrs import evolve
 from safetensors.torch import load_file, save_file
 
+from engine.core.device import DeviceInfo
 from engine.core.plugin_host import load_plugins
 from engine.core.weights import Checkpoint
 from engine.plugins.models.decoder_config import DecoderConfig
-from engine.plugins.models.text_tower import FORMER_PREFIX, PREFIX, Gemma3Text
+from engine.plugins.models.text_tower import FORMER_PREFIX, PREFIX, Gemma3Text, Mistral3Text
+from engine.quantize.run import quantize
+from engine.quantize.settings import Settings
 from engine.testing.model_bench import ModelBench
 from tests.reference_tokens import greedy_reference
 
@@ -118,3 +123,80 @@ def test_gemma_3_is_read_from_the_keys_that_published_files_have() -> None:
     assert (spec.vocab_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (262208, 8, 4, 256)
     assert (spec.hidden_size, spec.num_layers, spec.max_len, spec.scale) == (2560, 34, 131072, 1 / 16)
     assert spec.sliding_windows == ((1024,) * 5 + (None,)) * 5 + (1024,) * 4
+
+
+@pytest.fixture(scope="module")
+def mistral3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with former prefixes, as transformers saves it."""
+    path = tmp_path_factory.mktemp("mistral3") / "plain"
+    write_plain(path, "mistral3")
+    names = load_file(path / "model.safetensors")
+    assert any(name.startswith(FORMER_PREFIX) for name in names)
+    assert not any(name.startswith(PREFIX) for name in names)
+    return path
+
+
+def logits(path: Path) -> torch.Tensor:
+    """Logits of PROMPT, by the method that reads the checkpoint."""
+    plugins, config = load_plugins(), Checkpoint.open(path).quantization
+    if config is None:
+        return ModelBench(Mistral3Text, path, [PROMPT]).prompt_logits(0)
+    methods = [plugins.quant.get(name).load() for name in plugins.quant.names()]
+    [method] = [one for one in methods if one.refuses(config, DeviceInfo(type="cpu")) is None]
+    return ModelBench(Mistral3Text, path, [PROMPT], quant=method.from_checkpoint(config, None)).prompt_logits(0)
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8", "rtn", "gptq", "awq"])
+def test_checkpoint_with_former_prefixes_is_served_once_quantized(method: str, mistral3: Path, tmp_path: Path) -> None:
+    """The towers of images stay as they are."""
+    form = {"format": method} if method in ("gptq", "awq") else {}
+    more = {} if method in ("fp8", "int8") else {"group_size": 32, "symmetric": method != "awq"}
+    settings = Settings.choose("rtn" if form else method, **form, **more, ignore=("re:.*layers.1.mlp",))
+    out = tmp_path / "out"
+    quantize(mistral3, out, settings, device="cpu")
+    before, after = load_file(mistral3 / "model.safetensors"), load_file(out / "model.safetensors")
+    assert {name for name in before if FORMER_PREFIX not in name} <= set(after)
+    assert all(torch.equal(after[name], before[name]) for name in before if "language_model" not in name)
+    assert f"{FORMER_PREFIX}layers.1.mlp.gate_proj.weight" in after
+    assert f"{FORMER_PREFIX}layers.0.mlp.gate_proj.weight" not in after or method in ("fp8", "int8")
+    expected = logits(mistral3)
+    assert 1e-4 < float((logits(out) - expected).norm() / expected.norm()) < 0.5
+
+
+LISTS: dict[str, tuple[list[str], list[str]]] = {
+    "names of tensors": (["Linear"], ["language_model.lm_head"]),
+    "present names": (["Linear"], ["lm_head"]),
+    "a pattern of both": (["Linear"], ["re:.*lm_head"]),
+    "patterns of names of tensors": ([r"re:language_model\.model\.layers\."], []),
+    "patterns of present names": ([r"re:model\.language_model\.layers\."], []),
+}
+"""Targets, and modules to ignore."""
+
+
+@pytest.mark.parametrize("lists", LISTS)
+def test_lists_of_modules_may_have_the_names_of_tensors_or_the_present_ones(
+    lists: str, mistral3: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    quantize(mistral3, out, Settings.choose("fp8"), device="cpu")
+    expected = logits(out)
+    config = json.loads((out / "config.json").read_text())
+    quantization = config["quantization_config"]
+    quantization["config_groups"]["group_0"]["targets"], quantization["ignore"] = LISTS[lists]
+    (out / "config.json").write_text(json.dumps(config))
+    assert torch.equal(logits(out), expected)
+
+
+@pytest.mark.parametrize("prefix", [FORMER_PREFIX, PREFIX])
+def test_overrides_may_have_the_names_of_tensors_or_the_present_ones(
+    prefix: str, mistral3: Path, tmp_path: Path
+) -> None:
+    """GPTQ's patterns of modules that are left alone."""
+    out = tmp_path / "out"
+    settings = Settings.choose("rtn", format="gptq", group_size=32, ignore=("re:.*layers.1.mlp",))
+    quantize(mistral3, out, settings, device="cpu")
+    expected = logits(out)
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["dynamic"] = {f"-:^{re.escape(prefix)}layers.1.mlp": {}}
+    (out / "config.json").write_text(json.dumps(config))
+    assert torch.equal(logits(out), expected)
