@@ -6,14 +6,14 @@
 #   ARGS="--port 9000"      more options for `engine serve` or pytest
 #   SCREENSHOTS=docs/img    folder for the pictures that `make browser-test` takes
 #   RESULTS=FILE            what `make ray-serve-test` writes its figures to, as JSON
-#   WORKERS=3               processes that run the tests; 0: all in one, as for --pdb
+#   WORKERS=4               processes that run the tests; 0: all in one, as for --pdb
 
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 TORCH_INDEX ?=
 ARGS ?=
-WORKERS ?= 3
+WORKERS ?= 4
 RESULTS ?= build/ray-serve.json
 
 BIN := $(VENV)/bin
