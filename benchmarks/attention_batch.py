@@ -14,8 +14,8 @@ def make_batch(
 ) -> tuple[ForwardBatch, int]:
     """A batch of sequences whose blocks are in random order, and the number of blocks.
 
-    contexts, news: [sequences] int32, tokens of each sequence and how many of these are new. num_decodes: the first
-    sequences, which decode.
+    contexts, news: [sequences] int32, tokens of each sequence and how many of these are new. num_decodes: number of
+    sequences at the beginning that decode.
     """
     counts = -(-contexts // block_size)
     order = np.random.default_rng(0).permutation(int(counts.sum())).astype(np.int32)

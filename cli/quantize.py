@@ -267,7 +267,7 @@ def print_report(report: Report, output: Path) -> None:
 
 
 def summary(modules: Sequence[str]) -> list[str]:
-    """Modules by their names within decoder layers, without numbers: each name and in how many places it is."""
+    """Names of modules within a decoder layer, without numbers, each with the number of its occurrences."""
     kinds = Counter(re.sub(r"\.\d+(?=\.|$)", ".N", re.sub(r"^.*\.layers\.\d+\.", "", name)) for name in modules)
     return [f"{kind} ({count})" for kind, count in kinds.items()]
 

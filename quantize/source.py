@@ -163,6 +163,7 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
     read = _names_read(factory)
     prefixes = {match[1] for name in read if (match := LAYER.match(name))}
     members = [name for name in source.names if (match := LAYER.match(name)) and match[1] in prefixes]
+    inside = set(members)
     not_read = [name for name in source.names if name not in read and len(source.stored(name).shape) > 1]
     heads = [*quant.heads, *(_module(factory.stored_name(name)) for name in factory.tied)]
     return Blueprint(
@@ -171,7 +172,7 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
         outside=tuple(dict.fromkeys([*heads, *map(_module, not_read)])),
         unquantized_experts=tuple(unquantized_experts),
         has_expert_modules=any(isinstance(layer, Experts) and not layer.spec.stacked for layer in factory.layers),
-        others=tuple(name for name in source.names if name not in set(members)),
+        others=tuple(name for name in source.names if name not in inside),
         spec=shape_of(parts.model, checkpoint.config),
     )
 
@@ -183,7 +184,7 @@ def _names_read(factory: LayerFactory) -> set[str]:
 
 
 def _module(tensor: str) -> str:
-    """The module whose weight a tensor is; a tensor of another name is the name of what has no module of its own."""
+    """Name of the module whose weight a tensor is; the tensor's own name if that does not end in .weight."""
     return tensor.removesuffix(".weight")
 
 
@@ -220,7 +221,7 @@ def _add(
     """Add linear layers that must be quantized alike to `merged`: prefix of a decoder layer -> names within it, by
     input. Returns False if the settings leave them unquantized.
 
-    experts: name of the module of experts that has them; empty: they are one merged layer.
+    experts: name of the module whose experts the linear layers are; empty: `linears` is one merged layer.
     """
     groups = [dict.fromkeys(part.stored_name for part in linear.parts) for linear in linears]
     names = [name for group in groups for name in group]

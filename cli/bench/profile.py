@@ -48,8 +48,8 @@ class Ran:
     begin: float
     end: float
     own: float
-    """us of its own: of a kernel, without the time in which a kernel runs that ends earlier; of an operator, without
-    the operators called within."""
+    """us of its own: of a kernel, without the time in which another kernel that ends earlier runs; of an operator,
+    without the operators called within."""
 
 
 @frozen

@@ -55,7 +55,8 @@ class Server:
         except ValueError:
             parts, port = urllib.parse.urlsplit(""), 0
         host = parts.hostname
-        if parts.scheme != "http" or not host:
+        plain = url.isascii() and url.isprintable() and " " not in url
+        if parts.scheme != "http" or not host or not plain:
             raise ConfigError(f"--url {url!r} is not an address of a server; write it as http://127.0.0.1:8000")
         status, _ = get(host, port, "/health", api_key)
         if status != 200:
@@ -123,7 +124,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def get(host: str, port: int, path: str, api_key: str) -> tuple[int, Any]:
-    """Status and body of a GET request. Raises ConfigError when no server answers for 10 s."""
+    """Status and body of a GET request. Raises ConfigError when no server answers for 10 s, or none by HTTP."""
     deadline = time.monotonic() + 10
     while True:
         connection = http.client.HTTPConnection(host, port, timeout=30)
@@ -135,5 +136,7 @@ def get(host: str, port: int, path: str, api_key: str) -> tuple[int, Any]:
             if time.monotonic() > deadline:
                 raise ConfigError(f"no server answers at http://{authority(host, port)}: {error}") from error
             time.sleep(0.1)
+        except http.client.HTTPException as error:
+            raise ConfigError(f"{error!r} from http://{authority(host, port)}; is it an HTTP server?") from error
         finally:
             connection.close()

@@ -191,8 +191,10 @@ def resolve(
     try:
         choose("grammar", questions["grammar"])
     except PluginError as error:
-        if config.grammar.name != AUTO or "grammar" in overrides or config.grammar.options:
+        if config.grammar.name != AUTO or "grammar" in overrides:
             raise
+        if config.grammar.options:
+            raise ConfigError(f"grammar.options is set, but {error}; or leave grammar.options out") from error
         no_grammar = str(error)  # an engine without one still serves
     policy = chosen["scheduler"]
     if isinstance(policy, type):

@@ -17,7 +17,7 @@ from engine.server.http.request_bodies import read_optional
 from engine.server.http.service import Service
 
 MAX_STEPS = 2**31
-"""Above any number of steps; the messages to engine processes hold no integers of any size."""
+"""Exclusive upper bound of a number of steps. Messages to engine processes hold integers of at most 64 bits."""
 
 
 class ReplicaBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

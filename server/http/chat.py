@@ -111,7 +111,7 @@ class ChatWriter(ChoicesWriter):
         self._top_logprobs = logprobs
         self._messages = messages
         self._early: set[int] = set()
-        """Choices of a stream whose first event had to be sent before it was known what they say first."""
+        """Choices of a stream whose first event was sent before their first content, reasoning or call was known."""
         self._logprob_lists = [JsonLists("content") for _ in range(num_choices)]
         self._finish_reasons: list[str | None] = [None] * num_choices
 

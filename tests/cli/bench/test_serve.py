@@ -50,7 +50,9 @@ def test_a_server_of_its_own_gets_a_free_port_unless_one_is_named() -> None:
     assert served_config(load_config(overrides={"server.port": "8123"})).server.port == 8123
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "http://a:b", "http://[::1", "https://localhost", "http://"])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "http://a:b", "http://a b:80", "http://[::1", "https://localhost", "http://"]
+)
 def test_what_is_not_the_url_of_a_server_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="is not an address of a server"):
         Server.at(url, "", None)

@@ -156,7 +156,7 @@ def test_settings_of_a_speculator_are_refused_where_none_is_chosen(settings: dic
 
 def test_options_of_a_grammar_plugin_are_refused_where_auto_finds_none() -> None:
     config = evolve(EngineConfig(), grammar=GrammarConfig(options={"splits": 2}))
-    with pytest.raises(PluginError, match="no grammar plugin serves this: auto has no candidate"):
+    with pytest.raises(ConfigError, match=r"grammar\.options is set, but no grammar plugin serves this: auto has no"):
         resolve(config, registry(), CPU, {})
 
 

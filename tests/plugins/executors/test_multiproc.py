@@ -315,15 +315,24 @@ def test_finished_step_does_not_count_as_hung_while_its_result_is_not_asked_for(
 
 
 def test_hung_step_is_found_when_an_earlier_step_had_its_number(
-    make_executor: Make, make_step: MakeStep, tmp_path: Path
+    make_executor: Make,
+    make_step: MakeStep,
+    until: Make,
+    clock: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    executor = make_executor(step_timeout=0.5, hold=str(tmp_path))
+    monkeypatch.setattr(workers, "STACK_SECONDS", PROMPT)
+    executor = make_executor(step_timeout=60.0, hold=str(tmp_path))
     executor.start()
     (tmp_path / "0").touch()
     assert run(executor, make_step(0)) == [0]  # as of the rehearsal, all of whose steps have this number
     (tmp_path / "0").unlink()
-    with pytest.raises(ExecutorError, match=r"^step 0 took more than 0\.5 s .*rank 0 .*: its stack is result"):
-        run(executor, make_step(0))
+    pending = executor.submit(make_step(0))
+    until(lambda: executor._heartbeats[0].begun == 2)
+    clock.ahead += 60.0
+    with pytest.raises(ExecutorError, match=r"^step 0 took more than 60 s .*rank 0 .*: its stack is .*result"):
+        pending.result()
 
 
 def test_check_returns_the_heartbeat_of_a_stopped_idle_worker(
