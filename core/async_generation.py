@@ -35,7 +35,12 @@ class AsyncGenerator:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._engine_in_use = threading.Lock()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
         self._pump: _Pump | None = None
+
+    def close(self) -> None:
+        """End the thread, after the step that it may still run."""
+        self._thread.shutdown(wait=False)
 
     async def stream(self, prompt: Sequence[int], params: SamplingParams | None) -> AsyncIterator[TextDelta]:
         """Implements Engine.astream."""
@@ -69,19 +74,27 @@ class AsyncGenerator:
                 )
             self._pump.end()
         if self._pump is None or self._pump.ended:
-            self._pump = _Pump(self._engine, self._engine_in_use, loop)
+            self._pump = _Pump(self._engine, self._engine_in_use, self._thread, loop)
         return self._pump
 
 
 class _Pump:
-    """Runs steps in a thread of its own while an event loop has open streams; shared threads of the loop may be busy.
+    """Runs steps while an event loop has open streams, in a separate thread, since all shared threads of the loop may
+    be busy.
 
     Streams only leave notes: `new` and `closed`. A task of the loop reads the notes between steps, when no thread uses
     the engine.
     """
 
-    def __init__(self, engine: Engine, engine_in_use: threading.Lock, loop: asyncio.AbstractEventLoop) -> None:
-        """engine_in_use: held while a step runs. The thread of a step goes on if its event loop ends meanwhile."""
+    def __init__(
+        self,
+        engine: Engine,
+        engine_in_use: threading.Lock,
+        thread: ThreadPoolExecutor,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """engine_in_use: held while a step runs. thread: runs the steps, and goes on if the event loop ends
+        meanwhile."""
         self.loop = loop
         self.ended = False
         self.new: list[_Stream] = []
@@ -92,7 +105,7 @@ class _Pump:
         self._engine_in_use = engine_in_use
         self._streams: dict[str, _Stream] = {}
         self._running: dict[str, Detokenizer] = {}
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
+        self._thread = thread
         self._task = loop.create_task(self._run())
 
     def end(self, error: BaseException | None = None) -> None:
@@ -120,8 +133,6 @@ class _Pump:
             self.end(error)
             if not isinstance(error, Exception):
                 raise
-        finally:
-            self._thread.shutdown(wait=False)
 
     def _step(self) -> list[tuple[str, Output, TextDelta]]:
         with self._engine_in_use:

@@ -14,8 +14,8 @@ def new_file(path: Path, part: Path | None = None) -> Iterator[Path]:
     """Yield the path of an empty file, which the caller fills; then it is synced to disk and replaces `path`.
 
     part: the path of that file, which no other process may use; None: a unique one next to `path`. The file has the
-    permissions of any new file, also if the caller writes it by a library that sets others. Where the caller raises, it
-    is removed, and `path` stays as it is. Raises OSError.
+    default permissions, whatever a library that fills it has set. If the caller raises, the file is removed and `path`
+    stays as it is. Raises OSError.
     """
     if part is None:
         part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")

@@ -245,7 +245,8 @@ class Engine:
     def compile_grammar(self, params: SamplingParams | None) -> None:
         """Wait until the grammar of these parameters, if they have one, is compiled; may be called from any thread.
 
-        Raises InvalidRequestError for a grammar that is refused.
+        Raises InvalidRequestError for a grammar that is refused, PluginError for a broken backend, and ExecutorError
+        once the engine is closed.
         """
         if params is not None and params.grammar is not None:
             self._grammars.compile(params.grammar)
@@ -427,6 +428,8 @@ class Engine:
             self._loop.forget()
             self._traces.close()
             self._executor.shutdown()
+            if self._async is not None:
+                self._async.close()
             self._grammars.close()
             if self._kv_events is not None:
                 self._kv_events.close()

@@ -17,7 +17,7 @@ from engine.core.errors import CheckpointError, ConfigError
 from engine.core.layers import Experts, LayerFactory, Linear, torch_dtype
 from engine.core.models import ModelSpec
 from engine.core.plugin_host import DTYPES, load_plugins, resolve, shape_of
-from engine.core.quant import LinearKernel, LinearSpec
+from engine.core.quant import LinearKernel, LinearSpec, stored_tensor
 from engine.core.weights import INDEX, SINGLE, Checkpoint, StoredTensor, TensorFile, read_json
 from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
 from engine.plugins.quant.none import Unquantized
@@ -180,7 +180,7 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
 def _names_read(factory: LayerFactory) -> set[str]:
     """Names of the checkpoint's tensors that the model's layers read."""
     tensors = [pair for layer in factory.layers for pair in layer.tensors().items()]
-    return {factory.stored_name(name if spec.stored_in is None else spec.stored_in.name) for name, spec in tensors}
+    return {factory.stored_name(stored_tensor(name, spec)) for name, spec in tensors}
 
 
 def _module(tensor: str) -> str:

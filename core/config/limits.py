@@ -119,7 +119,10 @@ def parse_bytes(text: str) -> int:
 def check_together(config: EngineConfig, complain: Callable[[str, str], None]) -> None:
     """Check the rules beyond types and bounds; call `complain(key, problem and remedy)` for each broken one."""
     if config.model.max_len == 1:
-        complain("model.max_len", "a context of 1 token has no room for a prompt and a token; give at least 2, or 0")
+        complain(
+            "model.max_len",
+            "a context of 1 token has no room for a prompt and an output; give at least 2, or 0 for the model's",
+        )
     size = config.cache.block_size
     if size & (size - 1):
         complain("cache.block_size", f"{size} is no power of two; use {1 << size.bit_length() - 1}")

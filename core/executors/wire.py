@@ -43,9 +43,12 @@ def _pack(value: object) -> memoryview | str | int | float:
     of a derived class, such as numpy.float64. Raises NotImplementedError for all others."""
     if isinstance(value, Tokens):
         return value.pack()
-    for kind in (str, int, float):
-        if isinstance(value, kind):
-            return kind(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
     raise NotImplementedError(f"{type(value).__name__} is not plain data and cannot be sent")
 
 

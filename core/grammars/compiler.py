@@ -33,7 +33,7 @@ THREADS = 2
 CACHED = 128
 """Grammars, compiled or refused, that are kept for later requests."""
 QUEUE_SECONDS = 60.0
-"""Time that a grammar waits for a thread and for the backend at most."""
+"""Maximum time that a grammar waits for a thread and for the backend, seconds."""
 
 
 @define(eq=False)
@@ -220,7 +220,9 @@ class Grammars:
     def _too_slow(self, entry: _Entry) -> InvalidRequestError:
         if entry.begun is None:
             return InvalidRequestError(
-                f"the grammar has waited {QUEUE_SECONDS:g} s for others to be compiled; try again later", PARAMETER
+                f"the grammar has waited {QUEUE_SECONDS:g} s for other grammars, or for the grammar library to load;"
+                " try again later",
+                PARAMETER,
             )
         return InvalidRequestError(
             f"the grammar takes more than {self._settings.compile_timeout:g} s to compile (grammar.compile_timeout); "

@@ -12,11 +12,11 @@ from engine.core.layers.experts import Experts
 from engine.core.layers.former_prefixes import FormerPrefixes, best_answer
 from engine.core.layers.routing import Router, RoutingSpec
 from engine.core.plugin_host.faults import blame, expect
-from engine.core.quant.base import Activation, LinearPart, QuantMethod
+from engine.core.quant.base import Activation, LinearPart, QuantMethod, TensorSpec, stored_tensor
 from engine.core.quant.experts import ExpertsKernel, ExpertsSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from engine.core.distributed.rank_group import RankGroup
     from engine.core.layers.layer_classes import LayerClasses
@@ -114,7 +114,13 @@ class ExpertLayers:
         kernel has."""
         present = evolve(spec, name=self._prefixes.present(spec.name))
         specs = [spec] if present == spec else [spec, present]
-        spec, kernel = best_answer([(one, self._ask_experts(one)) for one in specs], self._has_expert_tensors)
+        spec, kernel = best_answer(
+            specs,
+            self._ask_experts,
+            lambda one, kernel: self._has_quantized(
+                Experts(one, kernel, self._group, owner=self._quant_owner).tensors()
+            ),
+        )
         if kernel is not None:
             if spec.activation not in kernel.activations:
                 raise ConfigError(
@@ -143,10 +149,14 @@ class ExpertLayers:
         expect(right, self._quant_owner, f"experts() of {spec.name}", kernel, "an ExpertsKernel or None")
         return kernel
 
-    def _has_expert_tensors(self, spec: ExpertsSpec, kernel: ExpertsKernel) -> bool:
-        """Whether the checkpoint has all tensors of a kernel that are not optional."""
-        tensors = Experts(spec, kernel, self._group, owner=self._quant_owner).tensors()
-        return all(one.optional or self.stores_tensor(name) for name, one in tensors.items())
+    def _has_quantized(self, tensors: Mapping[str, TensorSpec]) -> bool:
+        """Whether the checkpoint has the tensors of a quantized layer: all that are not optional, and at least one that
+        an unquantized layer does not have."""
+        optional = {stored_tensor(name, spec): spec.optional for name, spec in tensors.items()}
+        stored = {name for name in optional if self.stores_tensor(name)}
+        return any(not name.endswith((".weight", ".bias")) for name in stored) and all(
+            is_optional or name in stored for name, is_optional in optional.items()
+        )
 
     def _warn_of_plain_experts(self, quant: QuantMethod[Any], spec: ExpertsSpec) -> None:
         """Log, once, that a method without `experts` quantizes linear layers alone."""

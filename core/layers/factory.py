@@ -151,7 +151,8 @@ class SingleLayerFactory(ExpertLayers):
     def accept_prefix(self, prefix: str, former: str) -> None:
         """Let a checkpoint without names that begin with `prefix` have names that begin with `former` instead.
 
-        Both end with a dot. Called before layers are made: the quantization method is asked by the checkpoint's names.
+        Both end with a dot. To be called before any layer is made: the quantization method is asked by the
+        checkpoint's names first, then by the present ones.
         """
         self.former_prefixes[prefix] = former
         self._prefixes = FormerPrefixes(self.former_prefixes, self._stored or ())
@@ -349,7 +350,11 @@ class SingleLayerFactory(ExpertLayers):
             return spec, None
         present = evolve(spec, parts=tuple(_renamed(part, self._prefixes.present) for part in spec.parts))
         specs = [spec] if present == spec else [spec, present]
-        return best_answer([(one, self._ask_kernel(method, one)) for one in specs], self._has_tensors)
+        return best_answer(
+            specs,
+            lambda one: self._ask_kernel(method, one),
+            lambda one, kernel: self._has_quantized(Linear(one, kernel, owner=self._quant_owner).tensors()),
+        )
 
     def _ask_kernel(self, method: Literal["linear", "lm_head"], spec: LinearSpec) -> LinearKernel | None:
         call = f"{method}() of {spec.parts[0].name}"
@@ -359,14 +364,6 @@ class SingleLayerFactory(ExpertLayers):
         right = kernel is None or isinstance(kernel, LinearKernel)
         expect(right, self._quant_owner, call, kernel, "a LinearKernel or None")
         return kernel
-
-    def _has_tensors(self, spec: LinearSpec, kernel: LinearKernel) -> bool:
-        """Whether the checkpoint has all tensors of a kernel that are not optional."""
-        tensors = Linear(spec, kernel, owner=self._quant_owner).tensors()
-        names = {
-            name if one.stored_in is None else one.stored_in.name for name, one in tensors.items() if not one.optional
-        }
-        return all(self.stores_tensor(name) for name in names)
 
     def _replicas(self, num_kv_heads: int) -> int:
         """Number of ranks that hold the same KV heads."""

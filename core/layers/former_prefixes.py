@@ -34,18 +34,24 @@ class FormerPrefixes:
 
 
 def best_answer(
-    answers: Sequence[tuple[SpecT, KernelT | None]], has_tensors: Callable[[SpecT, KernelT], bool]
+    specs: Sequence[SpecT], ask: Callable[[SpecT], KernelT | None], has_tensors: Callable[[SpecT, KernelT], bool]
 ) -> tuple[SpecT, KernelT | None]:
-    """A quantization method's answer for one layer, of those for each of its names: spec and kernel, None without one.
+    """Ask a quantization method for the kernel of one layer. Returns the kernel, None if the layer is not quantized,
+    and the spec of the answer.
 
     The lists of a quantization_config may have the names of the checkpoint's tensors, or those that the model had in
     memory when it was quantized. The tensors decide: the first kernel is right whose tensors the checkpoint has; if
-    there is none, the answer that the layer is not quantized. has_tensors: whether the checkpoint has a kernel's.
+    there is none, the answer that the layer is not quantized.
+
+    specs: of the layer, by each of its names. has_tensors: whether the checkpoint has the tensors of a kernel.
     """
-    if len(answers) == 1:
-        return answers[0]
-    found = [(spec, kernel) for spec, kernel in answers if kernel is None or has_tensors(spec, kernel)]
-    return min(found, key=lambda answer: answer[1] is None, default=answers[0])
+    answers: list[tuple[SpecT, KernelT | None]] = []
+    for spec in specs:
+        kernel = ask(spec)
+        if len(specs) == 1 or (kernel is not None and has_tensors(spec, kernel)):
+            return spec, kernel
+        answers.append((spec, kernel))
+    return next((answer for answer in answers if answer[1] is None), answers[0])
 
 
 def _replace(name: str, prefixes: Iterable[tuple[str, str]]) -> str:

@@ -172,6 +172,8 @@ class Linear(KernelLayer[LinearKernel]):
         self._prepare({name: loaded[name] for name in loaded if name not in biases})
 
     def autotuned_calls(self) -> Sequence[AutotunedCall]:
+        if self.spec.exact_input:  # applied once, at load
+            return ()
         with self._blame("autotuned_calls()"):
             return self.kernel.autotuned_calls(self.weights, self.bias if self._reduce is None else None)
 

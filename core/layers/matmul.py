@@ -60,7 +60,10 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x W^T + bias: [..., out_features]. x: [..., in_features]; weight: from `pack`."""
+    """x W^T + bias: [..., out_features].
+
+    x: [..., in_features]; weight: [out_features, in_features], or what `pack` has returned.
+    """
     if not _compiles(weight):
         return F.linear(x, weight, bias)
     rows = x.shape[:-1].numel()
@@ -90,7 +93,7 @@ def _pad(x: torch.Tensor) -> torch.Tensor:
 
 
 def _compiles(weight: torch.Tensor) -> bool:
-    return weight.is_mkldnn or (weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16))
+    return weight.is_mkldnn or (weight.is_cpu and weight.dtype in (torch.bfloat16, torch.float16))
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -155,7 +155,8 @@ def _yarn(powers: torch.Tensor, theta: float, parameters: Mapping[str, Any]) -> 
     low, high = max(low, 0), min(high, size - 1)
     high += 0.001 if low == high else 0
     divided = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    frequencies = 1.0 / (factor * powers) * divided + 1.0 / powers * (1 - divided)
+    kept = 1 - divided
+    frequencies = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept  # in this order, equal to transformers'
     return frequencies, _yarn_attention_factor(factor, parameters)
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         QuantMethod as QuantMethod,
         StoredIn as StoredIn,
         TensorSpec as TensorSpec,
+        stored_tensor as stored_tensor,
     )
     from engine.core.quant.experts import (
         ExpertsBias as ExpertsBias,
@@ -49,6 +50,7 @@ __getattr__, __dir__, __all__ = exports(
         "QuantizedActivation",
         "StoredIn",
         "TensorSpec",
+        "stored_tensor",
     ),
     experts=(
         "ExpertsBias",

@@ -51,7 +51,7 @@ class LinearPart:
     """One linear layer of the checkpoint. Parts with the same input are merged into one `LinearSpec`."""
 
     name: str
-    """Qualified name in the checkpoint, as model.layers.0.self_attn.q_proj."""
+    """Qualified name in the checkpoint, or as the model asks for the layer: model.layers.0.self_attn.q_proj."""
     out_features: int
     """Over all ranks."""
     replicas: int = 1
@@ -132,6 +132,11 @@ class TensorSpec:
     stored_in: StoredIn | None = None
     """The larger tensor of the checkpoint that this one is a slice of, along shard_dim; all of it without a shard_dim.
     The layer sets it from its parts; a kernel leaves it at None."""
+
+
+def stored_tensor(name: str, spec: TensorSpec) -> str:
+    """The name of the checkpoint's tensor that holds the tensor of this name."""
+    return name if spec.stored_in is None else spec.stored_in.name
 
 
 @frozen(kw_only=True)
@@ -307,7 +312,11 @@ class QuantMethod(ABC, Generic[OptionsT]):
 
     @abstractmethod
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
-        """Make the kernel of one linear layer. None: the layer is not quantized, and core's own kernel computes it."""
+        """Make the kernel of one linear layer. None: the layer is not quantized, and core's own kernel computes it.
+
+        May be called twice for a layer of a checkpoint with older names: by the checkpoint's name, then by the present
+        one.
+        """
 
     def lm_head(self, spec: LinearSpec) -> LinearKernel | None:
         """Make the kernel of the output layer, as for a linear layer. None: the output layer is not quantized.

@@ -92,7 +92,8 @@ class Drafter:
         self.groups = groups
         """Its cache groups."""
         self._pass = partial(_plan, groups)
-        """Plans a batch. Not a method, with which the graphs would keep this object alive, which keeps them."""
+        """Plans a batch. A partial of a function: with a bound method, the graphs would refer to this object, which
+        refers to the graphs."""
         self._persistent_batch = persistent_batch
         self._device = persistent_batch.tables.device
         self._max_len = max_len

@@ -85,7 +85,7 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
         if number is None or not _is_token(token):
             raise InvalidRequestError(
                 f"logit_bias of token {shortened(token)} is {shortened(bias)}; give a finite number to a token id from"
-                " 0 on",
+                f" 0 to {MAX_TOKEN}",
                 "logit_bias",
             )
         found.append((token, number))

@@ -18,7 +18,7 @@ from engine.core.errors import CheckpointError
 from engine.core.layers.former_prefixes import FormerPrefixes
 from engine.core.layers.layer_factory import LayerFactory
 from engine.core.plugin_host.faults import blame
-from engine.core.quant.base import TensorSpec
+from engine.core.quant.base import TensorSpec, stored_tensor
 from engine.core.weights.checkpoint import INDEX, PICKLES, SINGLE, Checkpoint, listed, read_json
 from engine.core.weights.host_memory import host_tensor
 from engine.core.weights.readers import PendingReads, ReaderPool, ReadTask, auto_threads
@@ -165,7 +165,7 @@ class SafetensorsSource(WeightSource):
 
     def check(self, specs: Mapping[str, TensorSpec], ignored: Sequence[str]) -> Mapping[str, int]:
         """Check names, shapes and dtypes against the files' headers."""
-        stored = {name: self._in_file(_stored_name(name, spec)) for name, spec in specs.items()}
+        stored = {name: self._in_file(stored_tensor(name, spec)) for name, spec in specs.items()}
         missing = sorted(
             {stored[name] for name, spec in specs.items() if not spec.optional and stored[name] not in self._file_of}
         )
@@ -208,7 +208,7 @@ class SafetensorsSource(WeightSource):
     ) -> tuple[torch.Tensor, Iterable[ReadTask]]:
         # On a CPU, too, tensors are copied into new memory: those in a mapped file are not aligned, and would change
         # when the file is written to.
-        name = self._in_file(_stored_name(name, spec))
+        name = self._in_file(stored_tensor(name, spec))
         file = self._files[self._file_of[name]]
         stored = file.tensors[name]
         shape, dim, index = list(spec.shape if spec.shape == ONE else stored.shape), 0, 0
@@ -316,11 +316,6 @@ class DummySource(WeightSource):
 def weight_source(checkpoint: Checkpoint, settings: ModelConfig) -> WeightSource:
     """Where the weights of a checkpoint come from. Raises CheckpointError if a file is missing or damaged."""
     return DummySource(settings.seed) if settings.load_format == "dummy" else SafetensorsSource(checkpoint)
-
-
-def _stored_name(name: str, spec: TensorSpec) -> str:
-    """The name of the tensor that has this one in the checkpoint."""
-    return name if spec.stored_in is None else spec.stored_in.name
 
 
 def _stored_shape(spec: TensorSpec) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ class TextTower(Decoder):
             return refusal
         if not isinstance(text, Mapping):
             return "config.json lacks text_config, the table of the language model; fetch it again"
-        kind = text.get("model_type", cls.implied_type or cls.text_type)
+        kind = text.get("model_type") or cls.implied_type or cls.text_type
         if kind != cls.text_type:
             return (
                 f"the language model of config.json (text_config.model_type) is {kind!r}, and this computes"

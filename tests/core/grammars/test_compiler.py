@@ -268,7 +268,7 @@ def test_a_grammar_that_no_thread_takes_up_is_refused(make: Make, clock: Clock, 
         made[0].begun.acquire()
     assert not grammars.ready(Grammar.regex("b"))
     clock.now += compiler.QUEUE_SECONDS
-    with pytest.raises(InvalidRequestError, match=rf"has waited {compiler.QUEUE_SECONDS:g} s for others"):
+    with pytest.raises(InvalidRequestError, match=rf"has waited {compiler.QUEUE_SECONDS:g} s for other grammars"):
         compile_it(grammars, Grammar.regex("b"))
 
 

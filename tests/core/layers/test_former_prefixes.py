@@ -47,7 +47,22 @@ def test_former_prefix_does_not_count_where_names_have_the_present_one(names: Se
     ],
 )
 def test_best_answer_is_the_one_whose_tensors_are_there(answers: Any, expected: Any) -> None:
-    assert best_answer(answers, lambda _, kernel: kernel == "there") == expected
+    specs = [spec for spec, _ in answers]
+    assert best_answer(specs, dict(answers).get, lambda _, kernel: kernel == "there") == expected
+
+
+def test_best_answer_asks_by_the_second_name_only_where_the_first_answer_may_be_wrong() -> None:
+    asked: list[str] = []
+    best_answer(["file", "present"], asked.append, lambda _, kernel: True)
+    assert asked == ["file", "present"]
+    asked.clear()
+
+    def ask(name: str) -> Any:
+        asked.append(name)
+        return "there"
+
+    assert best_answer(["file", "present"], ask, lambda _, kernel: True) == ("file", "there")
+    assert asked == ["file"]
 
 
 class Recorder(QuantMethod[None]):

@@ -66,16 +66,31 @@ def test_angles_equal_transformers(parameters: Any) -> None:
     torch.testing.assert_close(cos[:4, 0], expected_cos[0, :4], rtol=0, atol=5e-4)
 
 
-@pytest.mark.parametrize("kind", ["default", "linear"])
-def test_frequencies_equal_transformers_to_the_last_bit(kind: Any) -> None:
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "default", "rope_theta": 500000.0},
+        {"rope_type": "linear", "rope_theta": 500000.0, "factor": 3.0},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096},
+        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 40.0, "original_max_position_embeddings": 4096},
+    ],
+    ids=["default", "linear", "yarn", "yarn, larger theta"],
+)
+def test_frequencies_equal_transformers_to_the_last_bit(parameters: dict[str, Any], head_dim: int) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    parameters = {"rope_type": kind, "rope_theta": 500000.0} | ({"factor": 3.0} if kind == "linear" else {})
-    theirs = LlamaRotaryEmbedding(LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=dict(parameters)))
-    ours, factor = RotarySpec.from_config({"rope_parameters": parameters}, 128).frequencies()
+    config = LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        max_position_embeddings=40 * 4096,
+        rope_parameters=dict(parameters),
+    )
+    theirs = LlamaRotaryEmbedding(config)
+    ours, factor = RotarySpec.from_config({"rope_parameters": parameters}, head_dim).frequencies()
     assert torch.equal(ours, theirs.inv_freq)
-    assert factor == 1.0
+    assert factor == pytest.approx(theirs.attention_scaling)
 
 
 @pytest.mark.parametrize(

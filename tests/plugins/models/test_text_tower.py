@@ -200,3 +200,26 @@ def test_overrides_may_have_the_names_of_tensors_or_the_present_ones(
     config["quantization_config"]["dynamic"] = {f"-:^{re.escape(prefix)}layers.1.mlp": {}}
     (out / "config.json").write_text(json.dumps(config))
     assert torch.equal(logits(out), expected)
+
+
+@pytest.mark.parametrize("prefix", [FORMER_PREFIX, PREFIX])
+def test_layers_that_fp8_per_tensor_leaves_alone_may_have_the_names_of_tensors_or_the_present_ones(
+    prefix: str, mistral3: Path, tmp_path: Path
+) -> None:
+    """Its scales have one of two names, so that both are optional."""
+    tensors = load_file(mistral3 / "model.safetensors")
+    for name in [one for one in tensors if re.search(r"language_model.*layers\.1\..*_proj\.weight$", one)]:
+        scale = tensors[name].abs().max().float() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = scale
+    alone = [
+        name.removesuffix(".weight").replace(FORMER_PREFIX, prefix)
+        for name in tensors
+        if "layers.0." in name and name.endswith("_proj.weight")
+    ]
+    config = json.loads((mistral3 / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "modules_to_not_convert": [*alone, "lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    expected = logits(mistral3)
+    assert 1e-4 < float((logits(tmp_path) - expected).norm() / expected.norm()) < 0.5
