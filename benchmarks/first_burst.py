@@ -22,11 +22,11 @@ from typing import Any
 
 from models import MODELS, write_model
 
-from engine.cli.authority import authority
 from engine.cli.bench.level import percentile
 from engine.cli.bench.report import Row, report, write
 from engine.cli.bench.server_process import Server, running
 from engine.core.config import load_config
+from engine.server.shared.authority import authority
 
 CASES = "qwen3-0.6b:64,qwen3-0.6b:256,llama-3.1-8b:64"
 BURSTS = 3

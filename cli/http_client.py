@@ -46,8 +46,7 @@ class HttpClient:
         self.base = base
         self._key_sources = f"{option}, or the environment variable {' or '.join(variables)}, gives the key"
         host = split_url(base).hostname or ""
-        if not (key.isascii() and key.isprintable()):
-            raise InvalidRequestError(f"the API key has characters that no header can have; check {option}", "api_key")
+        check_key(key, option)
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
@@ -103,8 +102,14 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def split_url(url: str) -> SplitResult:
-    """The parts of the URL of a server. Raises InvalidRequestError for other text."""
+def check_key(key: str, option: str) -> None:
+    """Raise InvalidRequestError for an API key that no header can have. option: gives the key."""
+    if not (key.isascii() and key.isprintable()):
+        raise InvalidRequestError(f"the API key has characters that no header can have; check {option}", "api_key")
+
+
+def split_url(url: str, option: str = "--url") -> SplitResult:
+    """The parts of the URL of a server. Raises InvalidRequestError for other text. option: gives the URL."""
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018  (raises for one that is no number)
@@ -112,7 +117,9 @@ def split_url(url: str) -> SplitResult:
         parts = urlsplit("")
     plain = url.isascii() and url.isprintable() and " " not in url
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or not plain:
-        raise InvalidRequestError(f"--url {url!r} is not the URL of a server; give one as http://localhost:8000", "url")
+        raise InvalidRequestError(
+            f"{option} {url!r} is not the URL of a server; give one as http://localhost:8000", "url"
+        )
     return parts
 
 

@@ -19,8 +19,8 @@ from collections.abc import Callable
 import attrs
 from attrs import define, field, frozen
 
-from engine.cli.authority import authority
 from engine.cli.bench.load import random_tokens
+from engine.server.shared.authority import authority
 
 MARK = b"\ndata: "
 """Start of an event. JSON escapes line ends; before the first event comes the line end of a header or chunk size."""

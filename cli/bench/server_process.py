@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +17,13 @@ from typing import Any
 
 from attrs import frozen
 
-from engine.cli.authority import authority
 from engine.cli.config import to_toml
+from engine.cli.http_client import split_url
 from engine.cli.processes import family, own_cpu_seconds
 from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError, ExecutorError
 from engine.server.shared.api_keys import read_api_keys
+from engine.server.shared.authority import authority
 
 COMMAND = (sys.executable, "-P", "-c", "from engine.cli.main import main; main()")
 STOP_TIMEOUT = 60.0
@@ -48,16 +48,12 @@ class Server:
 
     @classmethod
     def at(cls, url: str, api_key: str, pid: int | None) -> Server:
-        """Connect to the server at an address. Raises ConfigError if the server does not answer as ours do."""
-        try:
-            parts = urllib.parse.urlsplit(url)
-            port = parts.port or 80
-        except ValueError:
-            parts, port = urllib.parse.urlsplit(""), 0
-        host = parts.hostname
-        plain = url.isascii() and url.isprintable() and " " not in url
-        if parts.scheme != "http" or not host or not plain:
-            raise ConfigError(f"--url {url!r} is not an address of a server; write it as http://127.0.0.1:8000")
+        """Connect to the server at an address. Raises InvalidRequestError for what is no URL, and
+        ConfigError if the server does not answer as ours do."""
+        parts = split_url(url)
+        host, port = parts.hostname or "", parts.port or 80
+        if parts.scheme != "http":
+            raise ConfigError(f"--url {url!r} is not served by http; give one as http://127.0.0.1:8000")
         status, _ = get(host, port, "/health", api_key)
         if status != 200:
             raise ConfigError(f"the server at {url} is not healthy: /health answers with status {status}")

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 
 from attrs import frozen
 
-from engine.cli.authority import authority
 from engine.cli.errors import ServerError
 from engine.cli.processes import Process, own_cpu_seconds
 from engine.core.errors import ConfigError
+from engine.server.shared.authority import authority
 
 Labels = tuple[tuple[str, str], ...]
 

@@ -7,13 +7,12 @@ import json
 import time
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from attrs import frozen
 
 from engine.cli.api_key import KEY_VARIABLES
 from engine.cli.errors import ServerError
-from engine.cli.http_client import error_sentence
+from engine.cli.http_client import check_key, error_sentence, split_url
 from engine.cli.metrics.scrape import Scrape
 from engine.core.errors import ConfigError
 
@@ -53,21 +52,13 @@ class WatchedServer:
     """Asks one server over one connection, so that the same front end answers as long as the connection lives."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
-        """url: http://localhost:8000, or with a path before the server's own. Raises ConfigError for other text."""
-        try:
-            parts = urlsplit(url)
-            port = parts.port
-        except ValueError:
-            parts, port = urlsplit(""), None
-        plain = url.isascii() and url.isprintable() and " " not in url
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or not plain:
-            raise ConfigError(f"{url!r} is not the URL of a server; give one as http://localhost:8000")
-        if not (api_key.isascii() and api_key.isprintable()):
-            raise ConfigError("the API key has characters that no header can have; check --api-key")
+        """url: http://localhost:8000, or with a path before the server's own. Raises InvalidRequestError otherwise."""
+        parts = split_url(url, "URL")
+        check_key(api_key, "--api-key")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(parts.hostname, port, timeout=TIMEOUT)
+        self._connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def scrape(self) -> Scrape:

@@ -7,7 +7,7 @@ import random
 from cases import Case, Maker
 from wire import Manners, Target
 
-from engine.cli.authority import authority
+from engine.server.shared.authority import authority
 
 POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 GETS = ("/health", "/metrics", "/v1/models")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.cli.authority import authority
+from engine.server.shared.authority import authority
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_KEPT = 1 << 20

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engine.core.config import ServerConfig
 from engine.core.errors import ConfigError
+from engine.server.shared.authority import authority
 
 
 @contextmanager
@@ -34,7 +35,7 @@ def url(listener: socket.socket, config: ServerConfig) -> str:
         return f"unix:{config.uds}"
     scheme = "https" if config.ssl_certfile else "http"
     host, port = listener.getsockname()[:2]
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{scheme}://{authority(host, port)}"
 
 
 def _bind_port(config: ServerConfig) -> socket.socket:

@@ -17,7 +17,7 @@ from engine.cli.bench import server_process
 from engine.cli.bench.serve import LoadLevel, _given, levels_of, processes_for, served_config
 from engine.cli.bench.server_process import Server, cpu_seconds
 from engine.core.config.load import load_config
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, InvalidRequestError
 
 LOAD = LoadLevel(concurrency=5, requests=13, input_len=4, output_len=3, vocab_size=64, processes=3, seed=1, timeout=5.0)
 
@@ -50,12 +50,15 @@ def test_a_server_of_its_own_gets_a_free_port_unless_one_is_named() -> None:
     assert served_config(load_config(overrides={"server.port": "8123"})).server.port == 8123
 
 
-@pytest.mark.parametrize(
-    "url", ["localhost:8000", "http://a:b", "http://a b:80", "http://[::1", "https://localhost", "http://"]
-)
+@pytest.mark.parametrize("url", ["localhost:8000", "http://a:b", "http://a b:80", "http://[::1", "http://"])
 def test_what_is_not_the_url_of_a_server_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="is not an address of a server"):
+    with pytest.raises(InvalidRequestError, match="is not the URL of a server"):
         Server.at(url, "", None)
+
+
+def test_a_server_that_is_served_by_https_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is not served by http; give one as http://"):
+        Server.at("https://localhost", "", None)
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[]", b"{}", b'{"data": []}', b'{"data": [{"name": "m"}]}'])
@@ -92,7 +95,7 @@ def test_cpu_time_is_that_of_the_process_and_its_children() -> None:
         (["--url", "http://127.0.0.1:9", "--kernels", "plain"], "executor.kernels (by --kernels) is a setting"),
         (["--server-pid", "1"], "--server-pid needs --url"),
         (["--concurrency", "1", "--rate", "2"], "exclude each other"),
-        (["--url", "127.0.0.1:9"], "--url '127.0.0.1:9' is not an address"),
+        (["--url", "127.0.0.1:9"], "--url '127.0.0.1:9' is not the URL of a server"),
     ],
 )
 def test_what_excludes_each_other_is_refused(run: Any, options: list[str], error: str) -> None:

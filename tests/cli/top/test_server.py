@@ -8,7 +8,7 @@ import pytest
 
 from engine.cli.errors import ServerError
 from engine.cli.top.server import Health, WatchedServer
-from engine.core.errors import ConfigError, EngineError
+from engine.core.errors import ConfigError, EngineError, InvalidRequestError
 from tests.cli.top.metrics_server import MetricsServer, metrics_server
 from tests.cli.top.scrapes import metrics
 
@@ -92,5 +92,5 @@ def test_a_path_before_the_servers_own_is_kept(served: MetricsServer) -> None:
     "url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:x", "http://host/?a", "http://h\n"]
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="is not the URL of a server"):
+    with pytest.raises(InvalidRequestError, match="is not the URL of a server"):
         WatchedServer(url)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.cli.authority import authority
+from engine.server.shared.authority import authority
 
 
 @pytest.mark.parametrize(
