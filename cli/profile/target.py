@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from engine.cli.http_client import split_url
 from engine.cli.options import ADMIN_KEY_VARIABLE
 from engine.cli.processes import Process, family, find_supervisor
 from engine.core.errors import ConfigError
@@ -49,14 +50,10 @@ def is_local(url: str) -> bool:
 
 
 def _local_port(url: str) -> int:
-    """The port of an address of this machine. Raises ConfigError."""
+    """The port of an address of this machine. Raises InvalidRequestError for what is no URL, else ConfigError."""
     if not url:
         raise ConfigError("no server is named; give --url (as http://127.0.0.1:8000) or --pid")
-    try:
-        parts = urllib.parse.urlsplit(url)
-        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-    except (ValueError, KeyError):
-        raise ConfigError(f"--url {url!r} is not an address of a server; write it as http://127.0.0.1:8000") from None
+    parts = split_url(url)
     if not is_local(url):
         raise ConfigError(f"{url} is not on this machine; run the command there, or give the process ID as --pid")
-    return port
+    return parts.port or {"http": 80, "https": 443}[parts.scheme]

@@ -120,7 +120,7 @@ def test_stacks_are_refused_in_a_sentence_when_py_spy_does_not_end(monkeypatch: 
         ([], "no server is named"),
         (["--url", "http://127.0.0.1:9"], "no process of this user listens on port 9"),
         (["--url", "http://example.test:80"], "is not on this machine"),
-        (["--url", "nonsense"], "is not an address of a server"),
+        (["--url", "nonsense"], "is not the URL of a server"),
         (["--pid", str(2**22 + 1)], "there is no process"),
     ],
 )

@@ -147,7 +147,7 @@ def test_a_running_server_is_watched(run: Any, server: str, tmp_path: Path) -> N
     [
         (["--pid", "1"], "--pid needs --url"),
         (["--url", "http://127.0.0.1:9", "--tp", "2"], "executor.tensor_parallel (by "),
-        (["--url", "127.0.0.1:9"], "is not an address of a server"),
+        (["--url", "127.0.0.1:9"], "is not the URL of a server"),
     ],
 )
 def test_what_cannot_be_watched_is_refused(run: Any, options: list[str], error: str) -> None:
