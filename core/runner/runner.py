@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from engine.core.device import DeviceInfo
 from engine.core.distributed.rank_group import OneRank, RankGroup
 from engine.core.grammars.compiler import Grammars
 from engine.core.host import Host
+from engine.core.layers.base import Layer
 from engine.core.plugin_host.faults import name_fault
 from engine.core.plugin_host.selection import Parts
 from engine.core.runner.control import Control, Rank
@@ -78,6 +80,14 @@ class Runner:
             )
         )
         return cache
+
+    def layer_references(self) -> list[weakref.ref[Layer]]:
+        """Weak references to the model's layers, which hold the weights; empty before the model is made.
+
+        Layers that outlive this object are kept by a reference cycle, until a garbage collection.
+        """
+        made = self._start.layers
+        return [] if made is None else [weakref.ref(layer) for layer in made.layers]
 
     @torch.inference_mode()
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:

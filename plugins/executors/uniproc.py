@@ -98,8 +98,10 @@ class UniprocExecutor(Executor):
                 # Running kernels may still write to host memory. If the device failed, that was reported already.
                 with suppress(RuntimeError):
                     torch.cuda.synchronize(self._device.torch_name)
+            layers = self._runner.layer_references()
             self._runner = None
-            gc.collect()  # models of other libraries refer to themselves
+            if any(layer() is not None for layer in layers):  # models of other libraries refer to themselves
+                gc.collect()
             if self.asynchronous:
                 with suppress(RuntimeError):
                     torch.cuda.empty_cache()

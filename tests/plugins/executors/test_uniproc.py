@@ -43,6 +43,9 @@ class FailingRunner:
     def start(self, phases: object) -> None:
         raise RuntimeError("the first error of the device")
 
+    def layer_references(self) -> list[Any]:
+        return []
+
 
 def test_uniproc_raises_the_error_of_its_start_when_the_device_fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*arguments: object) -> None:
