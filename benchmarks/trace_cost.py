@@ -4,7 +4,7 @@
 
 "recorded" is what tracing adds to the event loop's work for a request: the middleware, the generation's trace, and the
 queue. "not sampled" is the same for a request that is not recorded, "encoded" what the exporter's thread does for a
-recorded one afterwards: its five spans as OTLP. Each is timed in this process by itself.
+recorded one afterwards: its five spans as OTLP. Each is timed alone, in this process.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 
 from engine.core.attention.base import AttentionSpec
 from engine.core.quant.float8 import FLOAT8, UNSCALED, KVScales, quantize_float8
-from engine.core.weights.host_memory import host_tensor
+from engine.core.weights.host_memory import zeroed_tensor
 
 
 class KVPool:
@@ -43,8 +43,8 @@ class KVPool:
         rows = (num_blocks + 1, spec.block_size, spec.num_kv_heads)
 
         def tensor(size: int) -> torch.Tensor:
-            if torch.device(device).type == "cpu":  # zeroed memory takes no space until it is written
-                return host_tensor((*rows, size), dtype, zeroed=True)
+            if torch.device(device).type == "cpu":
+                return zeroed_tensor((*rows, size), dtype, device)
             return torch.empty((*rows, size), dtype=dtype, device=device)
 
         def tensors(size: int, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:

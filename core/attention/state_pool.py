@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.core.weights.host_memory import host_tensor
+from engine.core.weights.host_memory import zeroed_tensor
 
 StateTensors = Sequence[tuple[tuple[int, ...], str]]
 """(shape, dtype) of each tensor of one sequence's state in one layer."""
@@ -22,13 +22,8 @@ class StatePool:
     """
 
     def __init__(self, tensors: StateTensors, num_layers: int, max_running: int, device: torch.device | str) -> None:
-        def tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            if torch.device(device).type == "cpu":  # zeroed memory takes no space until it is written
-                return host_tensor(shape, dtype, zeroed=True)
-            return torch.zeros(shape, dtype=dtype, device=device)
-
         self.layers = [
-            tuple(tensor((max_running + 1, *shape), getattr(torch, dtype)) for shape, dtype in tensors)
+            tuple(zeroed_tensor((max_running + 1, *shape), getattr(torch, dtype), device) for shape, dtype in tensors)
             for _ in range(num_layers)
         ]
 

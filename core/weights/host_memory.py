@@ -22,3 +22,10 @@ def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, zeroed: bool = Fals
     memory = (np.zeros if zeroed else np.empty)(size + ALIGNMENT, np.uint8)
     begin = -memory.ctypes.data % ALIGNMENT
     return torch.from_numpy(memory[begin : begin + size]).view(dtype).view(tuple(shape))
+
+
+def zeroed_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """A contiguous tensor of zeros. On a CPU it takes no memory until it is written."""
+    if torch.device(device).type == "cpu":
+        return host_tensor(shape, dtype, zeroed=True)
+    return torch.zeros(shape, dtype=dtype, device=device)
