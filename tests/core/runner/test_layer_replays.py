@@ -73,6 +73,7 @@ class MarkedReplays(ReplayByRunning):
     ) -> tuple[list[Callable[[], None]], Any]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
             made = work(layer_profile._mark_break)
+        made.zero_()  # computed from attention's outputs, which nothing has written during the capture
         segments: list[list[str]] = [[]]
         for event in on_device(layer_profile._events(recorded)):
             if event["name"] == BREAK:
