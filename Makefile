@@ -19,7 +19,9 @@ RESULTS ?= build/ray-serve.json
 BIN := $(VENV)/bin
 # Packages of the tests in a browser alone, next to the virtual environment.
 BROWSER_PACKAGES := build/browser
-PIP := $(BIN)/python -m pip install --disable-pip-version-check
+# Modules are compiled when they are first imported; pip would compile all of them, which takes as long as the rest of the
+# installation.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 # The empty file that marks an extra of pyproject.toml as installed; make installs again when the requirements are newer.
 # The extra dev contains the others.
 installed = $(VENV)/.installed-$(1)
