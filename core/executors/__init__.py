@@ -23,7 +23,11 @@ if TYPE_CHECKING:
         encode_call as encode_call,
     )
     from engine.core.executors.deployment import Deployment as Deployment, make_executor as make_executor
-    from engine.core.executors.frames import clear_frames as clear_frames
+    from engine.core.executors.frames import (
+        clear_frames as clear_frames,
+        never_free as never_free,
+        never_free_frames as never_free_frames,
+    )
     from engine.core.executors.wire import MessageDecoder as MessageDecoder, encode as encode
 
 __getattr__, __dir__, __all__ = exports(
@@ -49,7 +53,11 @@ __getattr__, __dir__, __all__ = exports(
         "Deployment",
         "make_executor",
     ),
-    frames=("clear_frames",),
+    frames=(
+        "clear_frames",
+        "never_free",
+        "never_free_frames",
+    ),
     wire=(
         "MessageDecoder",
         "encode",

@@ -1,8 +1,10 @@
-"""Frees what the frames of a failed start hold."""
+"""Frees what the frames of a failed start hold, or keeps what can no longer be freed."""
 
 from __future__ import annotations
 
+import ctypes
 import traceback
+from collections.abc import Iterator
 
 
 def clear_frames(error: BaseException) -> None:
@@ -10,7 +12,28 @@ def clear_frames(error: BaseException) -> None:
 
     As long as an error is kept, its traceback keeps these variables, which may be a model and its weights.
     """
+    for one in _with_causes(error):
+        traceback.clear_frames(one.__traceback__)
+
+
+def never_free(value: object) -> None:
+    """Keep an object until the process has ended, past Python's own clean-up.
+
+    For what holds memory pools of a GPU that has failed: their destructors cannot return the memory, and torch then
+    aborts the process.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+def never_free_frames(error: BaseException) -> None:
+    """Keep the local variables that `clear_frames` would drop, as `never_free` does."""
+    for one in _with_causes(error):
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            never_free(dict(frame.f_locals))
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
     cause: BaseException | None = error
     while cause is not None:
-        traceback.clear_frames(cause.__traceback__)
+        yield cause
         cause = cause.__cause__

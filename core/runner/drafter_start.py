@@ -94,8 +94,8 @@ class DrafterStart:
         states = self._hidden_states
         return (0 if self.layers is None else self.layers.nbytes) + (0 if states is None else states.nbytes)
 
-    def build(self, model: Model, target: LayerFactory) -> LayerFactory:
-        """Make the speculator, its layers still empty; return the factory that made them.
+    def build(self, model: Model, target: LayerFactory) -> None:
+        """Make the speculator, its layers still empty.
 
         model: the target; target: the factory that has made its layers. Raises ConfigError if these layers do not
         store the hidden states that the speculator needs.
@@ -134,7 +134,6 @@ class DrafterStart:
             target_greedy=lambda hidden: model.greedy(hidden)[1],
         )
         self._speculator = cls(spec, self.layers, parts.options)
-        return self.layers
 
     def _missing_states(self, missing: Collection[int]) -> str:
         """Which hidden states the target does not give, and why: a clause to follow its name."""

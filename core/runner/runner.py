@@ -82,12 +82,12 @@ class Runner:
         return cache
 
     def layer_references(self) -> list[weakref.ref[Layer]]:
-        """Weak references to the model's layers, which hold the weights; empty before the model is made.
+        """Weak references to the layers of the model and of a speculator, which hold the weights; empty before these
+        are made.
 
         Layers that outlive this object are kept by a reference cycle, until a garbage collection.
         """
-        made = self._start.layers
-        return [] if made is None else [weakref.ref(layer) for layer in made.layers]
+        return [weakref.ref(layer) for factory in self._start.factories for layer in factory.layers]
 
     @torch.inference_mode()
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:

@@ -120,6 +120,12 @@ class RunnerStart:
                 parts.drafter, config, device, self._group, self.checks, dtype=self._dtype, fused=self._fused
             )
 
+    @property
+    def factories(self) -> list[LayerFactory]:
+        """The factories that made the layers of the model and of a speculator on the device, once these are made."""
+        made = (self.layers, None if self._drafter is None else self._drafter.layers)
+        return [factory for factory in made if factory is not None]
+
     @torch.inference_mode()
     def run(self, phases: Phases) -> tuple[StepLauncher, CacheInfo]:
         """Start the rank. Raises CheckpointError or CapacityError."""
@@ -133,7 +139,8 @@ class RunnerStart:
                 free //= self._group.ranks  # all ranks share the host's memory
             model, layers = self._build_model()
             self.layers = layers
-            factories = [layers] if self._drafter is None else [layers, self._drafter.build(model, layers)]
+            if self._drafter is not None:
+                self._drafter.build(model, layers)
         with phases.phase("weights"):
             self._load_weights(layers, phases)
             if self._drafter is not None:
@@ -142,13 +149,15 @@ class RunnerStart:
         self._sinks = find_sinks(self._spec, layers.sinks, self._parts.owner("models"))
         if has_kernels:
             with phases.phase("recording"):
-                compile_ahead(self._config, self._group, factories, lambda: self._record_launches(model, kv_scales))
+                compile_ahead(
+                    self._config, self._group, self.factories, lambda: self._record_launches(model, kv_scales)
+                )
             with phases.phase("tuning"):
-                tune_first_rank_first(self._config, self._group, factories)
+                tune_first_rank_first(self._config, self._group, self.factories)
         weights = layers.nbytes + (0 if self._drafter is None else self._drafter.nbytes)
         with phases.phase("memory"):
             activations = self._measure_activations(model, kv_scales)
-        shapes = frozenset[tuple[int, ...]]().union(*(factory.packed_shapes for factory in factories))
+        shapes = frozenset[tuple[int, ...]]().union(*(factory.packed_shapes for factory in self.factories))
         kernels = kernel_bytes(len(shapes), self._config.scheduler.max_batch_tokens)
         plan = self._plan_memory(free, weights, activations, kernels)
         num_blocks = self._group.minimum(plan.num_blocks)  # the blocks of a step exist on all ranks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,6 +21,8 @@ from engine.core.executors import (
     clear_frames,
     decode_call,
     encode_call,
+    never_free,
+    never_free_frames,
 )
 from engine.core.runner import Runner
 from engine.core.startup import Listener, Phases
@@ -56,7 +57,10 @@ class UniprocExecutor(Executor):
         try:
             return self._running().start(Phases(self._listener))
         except BaseException as error:
-            clear_frames(error)  # they hold the weights
+            if self._device_works():
+                clear_frames(error)  # they hold the weights
+            else:
+                never_free_frames(error)  # its frames may hold the memory of CUDA graphs
             self.shutdown()
             raise
 
@@ -93,18 +97,29 @@ class UniprocExecutor(Executor):
         return Health(ok=not self._failure, detail=self._failure)
 
     def shutdown(self) -> None:
-        if self._runner is not None:
-            if self.asynchronous:
-                # Running kernels may still write to host memory. If the device failed, that was reported already.
-                with suppress(RuntimeError):
-                    torch.cuda.synchronize(self._device.torch_name)
-            layers = self._runner.layer_references()
-            self._runner = None
-            if any(layer() is not None for layer in layers):  # models of other libraries refer to themselves
-                gc.collect()
-            if self.asynchronous:
-                with suppress(RuntimeError):
-                    torch.cuda.empty_cache()
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        if not self._device_works():
+            never_free(runner)
+            return
+        layers = runner.layer_references()
+        del runner
+        if any(layer() is not None for layer in layers):  # models of other libraries refer to themselves
+            gc.collect()
+        if self.asynchronous:
+            torch.cuda.empty_cache()
+
+    def _device_works(self) -> bool:
+        """Wait until the device has finished, as running kernels may still write to host memory; return whether it
+        could. Where it could not, the failure was reported already."""
+        if not self.asynchronous:
+            return True
+        try:
+            torch.cuda.synchronize(self._device.torch_name)
+        except RuntimeError:
+            return False
+        return True
 
     def _running(self) -> Runner:
         if self._runner is None:
