@@ -80,7 +80,7 @@ class LayerFactory(SingleLayerFactory):
                 name=f"{keys}.weight",
                 heads=self.shard_kv_heads(num_kv_heads),
                 total_heads=num_kv_heads,
-                replicas=self._replicas(num_kv_heads),
+                replicas=self._shards.kv_replicas(num_kv_heads),
             ),
         )
         return self._record(ProjectionNorm(parts, head_dim, eps, self.dtype, self._group))
