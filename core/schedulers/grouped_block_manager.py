@@ -9,7 +9,8 @@ from engine.core.schedulers.block_kinds import is_plain, longest_context, span
 from engine.core.schedulers.block_manager import NEVER, BlockManager
 from engine.core.schedulers.cache_observer import CacheObserver
 from engine.core.schedulers.hash_chain import HashChain
-from engine.core.schedulers.kind_tables import CachedPrefix, GroupedShortage, KindTable, SequenceTables
+from engine.core.schedulers.kind_tables import CachedPrefix, KindTable, SequenceTables
+from engine.core.schedulers.shortage import GroupedShortage
 from engine.core.types import BlockKind, CacheInfo
 
 
