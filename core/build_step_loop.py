@@ -17,7 +17,7 @@ from engine.core.profiling.live import StepMeter
 from engine.core.profiling.peaks import find_peaks
 from engine.core.schedulers.cache_metrics import CacheMetrics
 from engine.core.schedulers.cache_observer import CacheObserver, join_observers
-from engine.core.schedulers.grouped_block_manager import make_block_manager
+from engine.core.schedulers.make_block_manager import make_block_manager
 from engine.core.schedulers.scheduler import Scheduler
 from engine.core.speculators.checked_speculator import CheckedSpeculator
 from engine.core.speculators.device_proposals import DeviceProposals

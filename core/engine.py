@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from os import PathLike
 from reprlib import repr as shortened
@@ -17,48 +15,28 @@ from engine.core import arguments
 from engine.core.arguments import Conversation, check_request, check_tokens
 from engine.core.async_generation import AsyncGenerator
 from engine.core.attention.base import AttentionBackend
-from engine.core.build_step_loop import StepLoopBuilder
-from engine.core.collector import paused
-from engine.core.compilation.first_start import begin_first_start
-from engine.core.compilation.head_start import begin_compiler_key, begin_driver
 from engine.core.config.merge import merge_arguments
-from engine.core.config.model_name import is_hub_name
-from engine.core.config.tree import AUTO, EngineConfig
-from engine.core.device import find_device
+from engine.core.config.tree import EngineConfig
+from engine.core.engine_start import start_engine
 from engine.core.errors import ConfigError, ControlError, ExecutorError
 from engine.core.executors.base import Executor, Health
-from engine.core.executors.choose import PluginChoice
-from engine.core.executors.rehearsal import rehearse
 from engine.core.generation import Completion, generate, stream
 from engine.core.grammars.base import GrammarBackend
-from engine.core.hub.names import locate, locate_speculator
-from engine.core.models.base import ModelSpec
-from engine.core.plugin_host.derived import max_len, settle, shape_of
 from engine.core.plugin_host.faults import PluginCall, name_fault
-from engine.core.plugin_host.load import load_plugins
 from engine.core.plugin_host.registry import Plugins
-from engine.core.plugin_host.selection import check_names
 from engine.core.quant.base import QuantMethod
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.speculators.base import Speculator
 from engine.core.speculators.device import DeviceSpeculator
-from engine.core.startup import Listener, Phases
-from engine.core.startup_display import show_startup
+from engine.core.startup import Listener
 from engine.core.text.detokenizer import TextDelta
 from engine.core.text.tokenizer import Tokenizer
 from engine.core.timeline.traces import Traces
 from engine.core.types import EngineStats, Output, Request, SamplingParams
-from engine.core.wait_policy import set_wait_policy
-from engine.core.weights.checkpoint import Checkpoint
-from engine.core.weights.generation_config import not_honoured
 
 if TYPE_CHECKING:
-    from engine.core.kv_events.stream import EventStream
     from engine.core.timeline.merge import Report
     from engine.core.timeline.recorder import TraceOptions
-
-log = logging.getLogger(__name__)
-
 
 MIN_PRIORITY = -(2**31)
 
@@ -109,99 +87,33 @@ class Engine:
         }
         names = {point: choice for point, choice in chosen.items() if isinstance(choice, str)}
         objects = {point: choice for point, choice in chosen.items() if not isinstance(choice, str | None)}
-        self.config = merge_arguments(config, model, names, settings)
+        merged = merge_arguments(config, model, names, settings)
         if not isinstance(plugins, Plugins | None):
             raise ConfigError(f"plugins must be what load_plugins() returns, not {shortened(plugins)}")
         if not (on_progress is None or callable(on_progress)):
             raise ConfigError(f"on_progress must be a function, not {shortened(on_progress)}")
 
-        phases = Phases(on_progress)
-        with phases.phase("plugins"):
-            self.plugins = plugins or load_plugins(self.config.plugins)
-            check_names(self.config, self.plugins, objects)  # before a long download
-        models = (self.config.model.path, self.config.model.tokenizer, self.config.speculator.model)
-        on_hub = any(map(is_hub_name, models))
-        with phases.phase("download" if on_hub else "checkpoint"), _listening(on_progress) as listener:
-            speculator_config = locate_speculator(self.config, listener)
-            model_config = locate(self.config.model, listener)
-            self.config = attrs.evolve(self.config, model=model_config, speculator=speculator_config)
-        with phases.phase("checkpoint"):
-            path, generation = self.config.model.path, self.config.model.generation_config
-            self.checkpoint = Checkpoint.open(path, generation_config=generation)
-        with phases.phase("import"), paused():
-            set_wait_policy(self.config.executor)
-            begin_driver(self.config)
-            # An executor that is named, or that has several ranks, may run the model in processes of its own.
-            runs_model = self.config.executor.name == AUTO and self.config.executor.tensor_parallel == 1
-            if runs_model:
-                begin_first_start(self.config)
-            import torch  # noqa: F401  (the slowest import of all, timed as a phase of its own)
-
-            if runs_model:
-                begin_compiler_key(self.config)
-        with phases.phase("device"):
-            self.device = find_device(self.config.executor.device)
-            self.config = settle(self.config, self.device, drafts="speculator" in objects)
-        choice = PluginChoice(
-            config=self.config, plugins=self.plugins, device=self.device, checkpoint=self.checkpoint, objects=objects
-        )
-        deployment, self._executor, cache_info = choice.start(phases, on_progress)
-        self.parts, self._grammars = deployment.parts, deployment.grammars
-        self._kv_events: EventStream | None = None
+        started = start_engine(merged, plugins, objects, on_progress)
+        self.config = started.config
+        self.plugins = started.plugins
+        self.checkpoint = started.checkpoint
+        self.device = started.device
+        self.parts, self._grammars = started.deployment.parts, started.deployment.grammars
+        self.cache_info = started.cache_info
+        self.max_len = started.max_len
+        self.vocab_size = started.vocab_size
+        self._executor = started.executor
+        self._kv_events = started.kv_events
+        self._loop = started.loop
+        self._scheduler = self._loop.scheduler
         self._async: AsyncGenerator | None = None
         self._closed = False
         try:
-            model_spec = shape_of(self.parts.model, self.checkpoint.config)
-            self.max_len = max_len(self.config, model_spec)
-            self._warn_unused(model_spec)
-            self.vocab_size = model_spec.vocab_size
-            builder = StepLoopBuilder(
-                config=self.config,
-                deployment=deployment,
-                executor=self._executor,
-                model_spec=model_spec,
-                max_len=self.max_len,
-            )
-            made_speculator = builder.make_speculator()
-            with phases.phase("rehearsal"):
-                rehearse(
-                    self._executor,
-                    cache_info,
-                    owner=self.parts.owner("executors"),
-                    max_tokens=self.config.scheduler.max_batch_tokens,
-                    max_len=self.max_len,
-                    max_running=self.config.scheduler.max_running,
-                    vocab_size=self.vocab_size,
-                    full=self.device.type == "cuda",
-                    propose=self.config.speculator.max_drafts if self.parts.drafter is not None else 0,
-                )
-                times = builder.measure_steps(made_speculator, cache_info)
-            self.cache_info = attrs.evolve(cache_info, phases=phases.seconds)
-            if self.config.kv_events.endpoint:
-                from engine.core.kv_events.stream import EventStream
-
-                self._kv_events = EventStream(self.config.kv_events, self.cache_info)
-            self._loop = builder.build(self.cache_info, made_speculator, times, self._kv_events)
-            self._scheduler = self._loop.scheduler
             self._traces = Traces(self._loop, self.device.type)
             self.plugins.notify("engine_started", engine=self)
         except BaseException:
-            self._executor.shutdown()  # the caller gets no engine to close
-            if self._kv_events is not None:
-                self._kv_events.close()
+            started.close()  # the caller gets no engine to close
             raise
-
-    def _warn_unused(self, model_spec: ModelSpec) -> None:
-        """Log the keys and settings of the checkpoint's JSON files that have no effect here."""
-        model, checkpoint = self.parts.model, self.checkpoint
-        keys = model.unknown_keys(checkpoint.config)
-        if keys:
-            log.warning(
-                "config.json has keys that %s does not know, and that are not used: %s", model.__name__, ", ".join(keys)
-            )
-        settings = not_honoured(checkpoint.generation_config, model_spec.max_len)
-        if settings:
-            log.warning("generation_config.json has settings that are not used: %s", ", ".join(settings))
 
     def step(self) -> list[Output]:
         """Plan and submit a step, then commit the oldest step in flight.
@@ -442,8 +354,3 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _listening(on_progress: Listener | None) -> AbstractContextManager[Listener]:
-    """`on_progress`; for None a listener that shows downloads, which may take long, and nothing else."""
-    return show_startup(lines=False, prefix="") if on_progress is None else nullcontext(on_progress)

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from attrs import evolve
-
-from engine.core.errors import CheckpointError, ConfigError
+from engine.core.errors import CheckpointError
 from engine.core.layers.experts import Experts
-from engine.core.layers.former_prefixes import FormerPrefixes, best_answer
 from engine.core.layers.routing import Router, RoutingSpec
-from engine.core.plugin_host.faults import blame, expect
-from engine.core.quant.base import Activation, LinearPart, QuantMethod, TensorSpec, stored_tensor
+from engine.core.quant.base import Activation, LinearPart
 from engine.core.quant.experts import ExpertsKernel, ExpertsSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from engine.core.distributed.rank_group import RankGroup
+    from engine.core.layers.base import Layer
+    from engine.core.layers.checkpoint_names import CheckpointNames
     from engine.core.layers.layer_classes import LayerClasses
-    from engine.core.layers.linear import Linear
-
-log = logging.getLogger(__name__)
+    from engine.core.layers.linear_layers import LinearLayers
+    from engine.core.layers.quant_kernels import QuantKernels
+    from engine.core.layers.rank_shards import RankShards
 
 
 class ExpertLayers:
@@ -37,17 +34,12 @@ class ExpertLayers:
     expert_parallel: bool
     """Whether each rank has some whole experts of a layer, instead of a shard of each."""
     _group: RankGroup
-    _quant: QuantMethod[Any] | None
-    _quant_owner: str
     _classes: LayerClasses
-    _prefixes: FormerPrefixes
-    _has_warned = False
-    if TYPE_CHECKING:
-        shard: Callable[[int, str], int]
-        stores: Callable[[str], bool | None]
-        stores_tensor: Callable[[str], bool | None]
-        _linear: Callable[..., Linear]
-        _record: Callable[[Experts], Experts]
+    _names: CheckpointNames
+    _shards: RankShards
+    _quant_kernels: QuantKernels
+    _linear_layers: LinearLayers
+    _record: Callable[[Layer], object]
 
     def router(
         self, name: str, hidden_size: int, spec: RoutingSpec, *, bias: bool = False, shared_gate: str = ""
@@ -58,7 +50,8 @@ class ExpertLayers:
         """
         names = [(name, spec.num_experts), *([(shared_gate, 1)] if shared_gate else [])]
         parts = tuple(LinearPart(name=one, out_features=outputs) for one, outputs in names)
-        linear = self._linear(parts, hidden_size, bias=bias, parallel="none", quantized=False)
+        linear = self._linear_layers.make(parts, hidden_size, bias=bias, parallel="none", quantized=False)
+        self._record(linear)
         return Router(
             linear, spec, self._rank_experts(spec.num_experts), self._classes.route, has_gate=bool(shared_gate)
         )
@@ -86,10 +79,10 @@ class ExpertLayers:
         by_expert = self.expert_parallel and self.ranks > 1
         self._rank_experts(num_experts)
         if not by_expert:
-            self.shard(intermediate_size, f"intermediate features of {name} (with --expert-parallel they can)")
-        is_stacked = self.stores(name)
+            self._shards.shard(intermediate_size, f"intermediate features of {name} (with --expert-parallel they can)")
+        is_stacked = self._names.has_module(name)
         spec = ExpertsSpec(
-            name=self._prefixes.stored(name),
+            name=self._names.stored(name),
             num_experts=num_experts,
             top_k=top_k,
             hidden_size=hidden_size,
@@ -107,70 +100,28 @@ class ExpertLayers:
             ranks=self.ranks,
         )
         spec, kernel = self._experts_kernel(spec)
-        return self._record(Experts(spec, kernel, self._group, owner=self._quant_owner))
+        made = Experts(spec, kernel, self._group, owner=self._quant_kernels.owner)
+        self._record(made)
+        return made
 
     def _experts_kernel(self, spec: ExpertsSpec) -> tuple[ExpertsSpec, ExpertsKernel]:
         """The quantization method's kernel of a layer's experts, else core's own, and the spec with the names that the
         kernel has."""
-        present = evolve(spec, name=self._prefixes.present(spec.name))
-        specs = [spec] if present == spec else [spec, present]
-        spec, kernel = best_answer(
-            specs,
-            self._ask_experts,
-            lambda one, kernel: self._has_quantized(
-                Experts(one, kernel, self._group, owner=self._quant_owner).tensors()
-            ),
-        )
+        spec, kernel = self._quant_kernels.experts(spec, self._group)
         if kernel is not None:
-            if spec.activation not in kernel.activations:
-                raise ConfigError(
-                    f"{self._quant_owner} computes experts with {', '.join(kernel.activations)}, and this model's"
-                    f" experts have {spec.activation}; choose another method, or an unquantized checkpoint"
-                )
             return spec, kernel
-        if self._quant is not None and type(self._quant).experts is QuantMethod.experts:
-            self._warn_of_plain_experts(self._quant, spec)
         plain = self._classes.experts_kernel(spec)
-        missing = [name for name in plain.tensors() if self.stores_tensor(name) is False]
+        missing = [name for name in plain.tensors() if self._names.has_tensor(name) is False]
         if missing:
             raise CheckpointError(
-                f"{self._quant_owner} leaves the experts {spec.name} unquantized, and the checkpoint has no"
+                f"{self._quant_kernels.owner} leaves the experts {spec.name} unquantized, and the checkpoint has no"
                 f" {missing[0]}: its experts may be quantized; choose a method that reads them or another checkpoint"
             )
         return spec, plain
-
-    def _ask_experts(self, spec: ExpertsSpec) -> ExpertsKernel | None:
-        """The kernel that the quantization method makes. None: the experts are not quantized."""
-        if self._quant is None:
-            return None
-        with blame(self._quant_owner, f"experts() of {spec.name}"):
-            kernel = self._quant.experts(spec)
-        right = kernel is None or isinstance(kernel, ExpertsKernel)
-        expect(right, self._quant_owner, f"experts() of {spec.name}", kernel, "an ExpertsKernel or None")
-        return kernel
-
-    def _has_quantized(self, tensors: Mapping[str, TensorSpec]) -> bool:
-        """Whether the checkpoint has the tensors of a quantized layer: all that are not optional, and at least one that
-        an unquantized layer does not have."""
-        optional = {stored_tensor(name, spec): spec.optional for name, spec in tensors.items()}
-        stored = {name for name in optional if self.stores_tensor(name)}
-        return any(not name.endswith((".weight", ".bias")) for name in stored) and all(
-            is_optional or name in stored for name, is_optional in optional.items()
-        )
-
-    def _warn_of_plain_experts(self, quant: QuantMethod[Any], spec: ExpertsSpec) -> None:
-        """Log, once, that a method without `experts` quantizes linear layers alone."""
-        if not self._has_warned:
-            with blame(self._quant_owner, f"linear() of {spec.name}"):
-                self._has_warned = quant.linear(spec.linears(0)[0]) is not None
-            if self._has_warned:
-                log.warning(
-                    "%s quantizes linear layers but not experts, which stay in %s", self._quant_owner, self.dtype
-                )
 
     def _rank_experts(self, num_experts: int) -> range:
         """This rank's experts."""
         if not self.expert_parallel:
             return range(num_experts)
-        count = self.shard(num_experts, "experts")
+        count = self._shards.shard(num_experts, "experts")
         return range(self.rank * count, (self.rank + 1) * count)

@@ -15,12 +15,12 @@ from engine.core.layers.blocks import (
     OutputProjection,
     ScaledPartialLinear,
 )
-from engine.core.layers.factory import SingleLayerFactory
 from engine.core.layers.head_norm import HeadNorm, ProjectionNorm, ProjectionPart
 from engine.core.layers.hidden_states import StoringAttentionBlock, StoringNorm
 from engine.core.layers.latent import LatentKeys
 from engine.core.layers.linear import PartialLinear
 from engine.core.layers.norm import LayerNorm, Norm, NormKind, ResidualAddition, RMSNorm
+from engine.core.layers.single_layer_factory import SingleLayerFactory
 from engine.core.layers.sparse_mlp import SparseMLP, SparseMLPSpec
 from engine.core.quant.base import Activation
 
@@ -80,7 +80,7 @@ class LayerFactory(SingleLayerFactory):
                 name=f"{keys}.weight",
                 heads=self.shard_kv_heads(num_kv_heads),
                 total_heads=num_kv_heads,
-                replicas=self._replicas(num_kv_heads),
+                replicas=self._shards.kv_replicas(num_kv_heads),
             ),
         )
         return self._record(ProjectionNorm(parts, head_dim, eps, self.dtype, self._group))

@@ -19,12 +19,11 @@ from attrs import define
 from engine.core.attention.base import GraphSlot
 from engine.core.attention.batch import ForwardBatch
 from engine.core.models.forward_pass import ForwardPass
-from engine.core.runner.build_batch import group_batch
+from engine.core.runner.decode_batch import DecodeBatch
 from engine.core.runner.draft_batch import DraftBatch
 from engine.core.runner.graph_capture import GraphCapturer, weak_ref_tensor
 from engine.core.runner.graph_sizes import batch_sizes, recorded_sizes
 from engine.core.sampling.sampled_tokens import SampledTokens
-from engine.core.schedulers.policy import MAX_DECODE_STEPS
 from engine.core.transfer import to_device
 
 if TYPE_CHECKING:
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
     from engine.core.sampling.base import CapturedTokens, PathName, SamplingPath
     from engine.core.sampling.draft_rows import VerifiedDrafts
     from engine.core.types import Step
-
-HOST_LINES = 2 * MAX_DECODE_STEPS
-"""Replays whose tokens fit in the pinned host buffer: the maximum of two steps in flight."""
 
 
 @define
@@ -71,45 +67,31 @@ class DecodeGraphs:
         self._state = state
         self._persistent_batch = persistent_batch = state.persistent_batch
         self._sampler = state.sampler
-        self._max_len = max_len
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._fused = fused
         self._sizes = batch_sizes(max_running)
         self._size_of = np.searchsorted(self._sizes, np.arange(max_running + 1))
-        device = persistent_batch.tables.device
-        self._device = device
-
-        def tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.zeros(max_running, *shape, dtype=dtype, device=device)
-
-        self._rows, self._positions = tensor(torch.int64), tensor(torch.int64)
-        self._tokens = tensor(torch.int64)
-        self._sampled, self._max_logits = tensor(torch.int64), tensor(torch.float32)
-        self._context_lens = tensor(torch.int32)
-        tables = persistent_batch.group_tables
-        self._slots = [tensor(torch.int64) for _ in tables]
-        """Per cache group with blocks."""
-        self._tables = [tensor(torch.int32, tables.shape[2]) for _ in tables]
-        """Per cache group with blocks."""
-        self._windows = list(windows) or [None]
-        self._query_starts = torch.arange(max_running + 1, dtype=torch.int32, device=device)
-        self._all_rows = torch.arange(max_running, device=device)
-        self._rows.fill_(persistent_batch.padding_row)
-        pinned = device.type == "cuda"
-        self._host_tokens = torch.zeros(HOST_LINES, max_running, dtype=torch.int64, pin_memory=pinned)
-        self._host_max_logits = torch.zeros(HOST_LINES, max_running, dtype=torch.float32, pin_memory=pinned)
-        self._num_replays = torch.zeros(1, dtype=torch.int64, device=device)
-        """Replays that have written a line of the host buffer, counted on the device."""
-        self._num_replays_launched = 0
-        """The same count on the host, which runs ahead of the device."""
+        self._device = persistent_batch.tables.device
+        self._batch = batch = DecodeBatch(
+            persistent_batch,
+            state.sampler.table,
+            num_groups=len(state.groups),
+            max_running=max_running,
+            max_len=max_len,
+            fused=fused,
+            windows=windows,
+        )
+        # Bound here, since each step reads them.
+        self._rows, self._positions, self._tokens = batch.rows, batch.positions, batch.tokens
+        self._tokens_of_replay = batch.tokens_of_replay
         self._draft_batch: DraftBatch | None = None
         if max_drafts:
             self._draft_batch = DraftBatch(
                 persistent_batch,
                 state.sampler.table,
-                rows=self._rows,
-                positions=self._positions,
+                rows=batch.rows,
+                positions=batch.positions,
                 max_drafts=max_drafts,
                 fused=fused,
             )
@@ -129,7 +111,7 @@ class DecodeGraphs:
             for path in others:
                 captured = self._sample_alone(size, path)
                 if not isinstance(captured, torch.Tensor):
-                    self._end(self._rows[:size], captured)
+                    self._batch.end(size, captured)
 
     def capture_all(self, on_progress: Callable[[int, int], None]) -> None:
         """Capture each sampling path for every batch size, the largest first, whose memory serves the others.
@@ -250,15 +232,6 @@ class DecodeGraphs:
         overwrites them."""
         return self._tokens[:count]
 
-    def _tokens_of_replay(self, count: int) -> SampledTokens:
-        """The tokens that the replay just launched samples, on their way to the host."""
-        if not self._fused:
-            return SampledTokens.from_tokens(self._sampled[:count], self._max_logits[:count])
-        line = self._num_replays_launched % HOST_LINES
-        self._num_replays_launched += 1
-        tokens, max_logits = self._host_tokens[line, :count], self._host_max_logits[line, :count]
-        return SampledTokens.from_host(tokens, max_logits, self._device)
-
     def _collect(self, decodes: tuple[int, ...], graph: _Graph) -> SampledTokens:
         """The tokens of the replay just launched, on their way to the host."""
         count = len(decodes)
@@ -280,13 +253,12 @@ class DecodeGraphs:
         self._pad(size)
         with within:
             self._step(run, size, path)
-        self._num_replays.fill_(self._num_replays_launched)
+        self._batch.undo_count()
 
     def _pad(self, size: int) -> None:
         """Fill a batch with padding rows."""
         self.invalidate()
-        self._rows[:size].fill_(self._persistent_batch.padding_row)
-        self._positions[:size].zero_()
+        self._batch.pad(size)
 
     @torch.inference_mode()
     def _capture(self, size: int, paths: Sequence[SamplingPath]) -> list[_Graph]:
@@ -304,7 +276,7 @@ class DecodeGraphs:
                 ending(hidden)
 
         captured = self._capturer.capture_alike(begin, endings, warm_up)
-        self._num_replays.fill_(self._num_replays_launched)
+        self._batch.undo_count()
         graphs = [
             _Graph(replay, None if logits is None else weak_ref_tensor(logits), run) for replay, logits in captured
         ]
@@ -318,32 +290,7 @@ class DecodeGraphs:
 
     def batch(self, size: int) -> ForwardBatch:
         """The batch that the graphs of a size read. Each replay fills its tensors, then advances its positions."""
-        batch = ForwardBatch(
-            tokens=self._tokens[:size],
-            positions=self._positions[:size],
-            slots=self._slots[0][:size],
-            query_starts=self._query_starts[: size + 1],
-            context_lens=self._context_lens[:size],
-            block_tables=self._tables[0][:size],
-            logit_rows=self._all_rows[:size],
-            num_decodes=size,
-            query_lens_host=np.ones(size, np.int32),
-            context_lens_host=np.full(size, self._max_len, np.int32),
-            block_tables_host=np.zeros((size, self._tables[0].shape[1]), np.int32),
-        )
-        num_groups = len(self._state.groups)
-        if num_groups > 1:
-            batch.groups = tuple(
-                group_batch(
-                    batch,
-                    slots=self._slots[table][:size],
-                    block_tables=self._tables[table][:size],
-                    block_tables_host=batch.block_tables_host,
-                    state_rows=self._rows[:size],
-                )
-                for table in (min(number, len(self._tables) - 1) for number in range(num_groups))
-            )
-        return batch
+        return self._batch.forward_batch(size)
 
     def _step(self, run: ForwardPass, size: int, path: SamplingPath) -> torch.Tensor | None:
         """Run one decode step; returns the logits where the sampling path cannot finish inside the graph."""
@@ -351,72 +298,14 @@ class DecodeGraphs:
 
     def _forward(self, run: ForwardPass, size: int) -> torch.Tensor:
         """The part of a decode step that all sampling paths share; returns the hidden states."""
-        self._begin(run.batch, self._rows[:size])
+        self._batch.begin(run.batch, size)
         return self._model.forward(run)
 
     def _finish(self, size: int, path: SamplingPath, hidden: torch.Tensor) -> torch.Tensor | None:
         """The rest of a decode step, after `_forward`, for a sampling path; returns what `_step` does."""
-        rows = self._rows[:size]
-        captured = path.capture(self._model, hidden, rows)
+        captured = path.capture(self._model, hidden, self._rows[:size])
         if isinstance(captured, torch.Tensor):
-            self._positions[:size].add_(rows != self._persistent_batch.padding_row)
+            self._batch.advance(size)
             return captured
-        self._end(rows, captured)
+        self._batch.end(size, captured)
         return None
-
-    def _begin(self, batch: ForwardBatch, rows: torch.Tensor) -> None:
-        """Fill the batch's tensors from the persistent batch."""
-        persistent_batch, size = self._persistent_batch, len(rows)
-        if self._fused:
-            from engine.ops.sampling.decode_step import begin_decode
-
-            for group, window in enumerate(self._windows):
-                begin_decode(
-                    rows,
-                    batch.positions,
-                    persistent_batch.last_tokens,
-                    persistent_batch.group_tables[group],
-                    tokens=batch.tokens,
-                    slots=self._slots[group][:size],
-                    context_lens=batch.context_lens,
-                    tables=self._tables[group][:size],
-                    block_size=persistent_batch.block_size,
-                    window=window,
-                )
-            return
-        blocks, offsets = batch.positions // persistent_batch.block_size, batch.positions % persistent_batch.block_size
-        for group in range(len(self._windows)):
-            tables = self._tables[group][:size]
-            tables.copy_(persistent_batch.group_tables[group, rows])
-            slots = tables.gather(1, blocks[:, None]).squeeze(1) * persistent_batch.block_size + offsets
-            self._slots[group][:size].copy_(slots)
-        batch.tokens.copy_(persistent_batch.last_tokens[rows])
-        batch.context_lens.copy_(batch.positions + 1)
-
-    def _end(self, rows: torch.Tensor, captured: CapturedTokens) -> None:
-        """Store the tokens for the next step and for the host, and advance the positions."""
-        persistent_batch, table, size = self._persistent_batch, self._sampler.table, len(rows)
-        positions = self._positions[:size]
-        if self._fused:
-            from engine.ops.sampling.decode_step import end_decode
-
-            end_decode(
-                rows,
-                positions,
-                persistent_batch.last_tokens,
-                table.num_outputs,
-                captured.tokens,
-                captured.max_logits,
-                num_replays=self._num_replays,
-                host_tokens=self._host_tokens,
-                host_max_logits=self._host_max_logits,
-                padding_row=persistent_batch.padding_row,
-                advance=not captured.table_advanced,
-            )
-            return
-        self._sampled[:size].copy_(captured.tokens)
-        self._max_logits[:size].copy_(captured.max_logits)
-        persistent_batch.set_last_tokens(rows, captured.tokens)
-        positions.add_(rows != persistent_batch.padding_row)
-        if not captured.table_advanced:
-            table.advance(rows)

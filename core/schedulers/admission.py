@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.core.schedulers.block_manager import Shortage
 from engine.core.schedulers.checked_policy import CheckedPolicy
 from engine.core.schedulers.queues import Queues
 from engine.core.schedulers.request_state import RequestState, StateView
+from engine.core.schedulers.shortage import Shortage
 from engine.core.schedulers.step_plan import StepPlan
 
 MAX_PREEMPTIONS_FOR_WAITING = 3

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from engine.core.schedulers.cache_observer import CacheObserver
 from engine.core.schedulers.hash_chain import DigestCache, HashChain
+from engine.core.schedulers.shortage import Shortage
 
 NEVER = 2**62
-"""`_Table.indexed` of a table whose further blocks are not indexed: larger than any table."""
+"""`BlockTable.indexed` of a table whose further blocks are not indexed: larger than any table."""
 
 
-class _Table:
+class BlockTable:
     """The blocks of one sequence. The first `indexed` of them are indexed, or equal others that are."""
 
     __slots__ = ("blocks", "indexed")
@@ -21,38 +22,6 @@ class _Table:
     def __init__(self, blocks: list[int], indexed: int) -> None:
         self.blocks = blocks
         self.indexed = indexed
-
-
-class Shortage:
-    """How many blocks are missing for one new sequence if some other sequences were freed first; frees nothing.
-
-    blocks: the number; negative if some are left over. Valid until a block is allocated or freed.
-    """
-
-    __slots__ = ("_cached", "_references", "_released", "_tables", "blocks")
-
-    def __init__(
-        self,
-        manager: BlockManager,
-        wanted: int,
-        cached: Sequence[int],
-        references: Sequence[int],
-        tables: Mapping[int, _Table],
-    ) -> None:
-        """wanted: the sequence's blocks, of which `cached` are there already."""
-        self._cached: Collection[int] = cached
-        self._references = references
-        self._tables = tables
-        self._released: dict[int, int] = {}  # references of the sequences freed, by block
-        revived = [references[block] for block in cached].count(0)  # available, but not for other content
-        self.blocks = wanted - len(cached) - (manager.num_available - revived)
-
-    def release(self, sequence: int) -> None:
-        """Count as if the sequence were freed, too."""
-        self._cached = frozenset(self._cached)
-        for block in self._tables[sequence].blocks:
-            count = self._released[block] = self._released.get(block, 0) + 1
-            self.blocks -= count == self._references[block] and block not in self._cached
 
 
 class BlockManager:
@@ -92,7 +61,7 @@ class BlockManager:
         self._digests: list[bytes | None] = [None] * num_blocks
         self._claimed = [0] * num_blocks  # tokens that prefill chunks compute; all tokens of a block that is registered
         self._by_digest: dict[bytes, int] = {}
-        self._tables: dict[int, _Table] = {}
+        self._tables: dict[int, BlockTable] = {}
         self._digest_cache = DigestCache(num_blocks if prefix_caching else 0)
         self.releases = 0
         """How often a sequence has given up a block: while this does not change, no shortage becomes smaller."""
@@ -208,7 +177,7 @@ class BlockManager:
             self._reference(block)
         if self._observer is not None and cached:
             self._observer.reused(cached)
-        self._tables[sequence] = _Table(list(cached), indexed=len(cached))
+        self._tables[sequence] = BlockTable(list(cached), indexed=len(cached))
         self.updates[sequence] = list(cached)
         self.extend(sequence, num_tokens)
         return list(self._tables[sequence].blocks)
@@ -356,7 +325,7 @@ class BlockManager:
         assert not free & known.keys(), "a free block has a digest"
         assert all(self._claimed[block] == self.block_size for block in cached), "a cached block is not computed"
 
-    def _index(self, table: _Table, tokens: Sequence[int], chain: HashChain, end: int) -> None:
+    def _index(self, table: BlockTable, tokens: Sequence[int], chain: HashChain, end: int) -> None:
         """Index the first `end` blocks of a table."""
         begin = table.indexed  # of the latest run of blocks that are indexed here
         for index in range(begin, end):
@@ -371,7 +340,7 @@ class BlockManager:
             table.indexed = index + 1
         self._notify_stored(table, tokens, chain, begin, end)
 
-    def _notify_stored(self, table: _Table, tokens: Sequence[int], chain: HashChain, begin: int, end: int) -> None:
+    def _notify_stored(self, table: BlockTable, tokens: Sequence[int], chain: HashChain, begin: int, end: int) -> None:
         """Notify the observer of the blocks of a table from index `begin` to `end`, if there are any."""
         if self._observer is not None and begin < end:
             self._observer.stored(0, table.blocks[begin:end], tokens, chain, begin)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from engine.core.schedulers.block_kinds import is_plain, longest_context, span
+from engine.core.schedulers.block_kinds import longest_context, span
 from engine.core.schedulers.block_manager import NEVER, BlockManager
 from engine.core.schedulers.cache_observer import CacheObserver
 from engine.core.schedulers.hash_chain import HashChain
-from engine.core.schedulers.kind_tables import CachedPrefix, GroupedShortage, KindTable, SequenceTables
-from engine.core.types import BlockKind, CacheInfo
+from engine.core.schedulers.kind_tables import CachedPrefix, KindTable, SequenceTables
+from engine.core.schedulers.shortage import GroupedShortage
+from engine.core.types import BlockKind
 
 
 class GroupedBlockManager(BlockManager):
@@ -433,16 +434,3 @@ class GroupedBlockManager(BlockManager):
         self._pending[digest] -= 1
         if not self._pending[digest]:
             del self._pending[digest]
-
-
-def make_block_manager(
-    cache: CacheInfo, *, max_chunk: int, prefix_caching: bool, observer: CacheObserver | None = None
-) -> BlockManager:
-    """The block manager of a KV cache. max_chunk: maximum tokens of a prefill chunk. observer: see BlockManager."""
-    kinds, size = cache.kinds, cache.block_size
-    prefix_caching = prefix_caching and not cache.states  # a state holds the last computed token only
-    if is_plain(kinds):
-        return BlockManager(cache.num_blocks, size, prefix_caching=prefix_caching, observer=observer)
-    return GroupedBlockManager(
-        cache.num_blocks, size, kinds, max_chunk=max_chunk, prefix_caching=prefix_caching, observer=observer
-    )

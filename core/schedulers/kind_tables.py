@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from engine.core.schedulers.block_manager import Shortage
+from collections.abc import Sequence
 
 
 class CachedPrefix(list[int]):
@@ -55,33 +53,3 @@ class SequenceTables:
         self.length = length
         self.cached = cached
         self.pending: dict[int, bytes] = {}
-
-
-class GroupedShortage(Shortage):
-    """How many blocks are missing for one new sequence, counted by entries of block tables."""
-
-    __slots__ = ("_blocks_of", "_sequences")
-
-    def __init__(
-        self,
-        missing: int,
-        cached: Sequence[int],
-        references: Sequence[int],
-        sequences: Mapping[int, SequenceTables],
-        blocks_of: Sequence[tuple[int, ...]],
-    ) -> None:
-        """missing: blocks. blocks_of: by entry."""
-        self._cached = cached
-        self._references = references
-        self._sequences = sequences
-        self._blocks_of = blocks_of
-        self._released: dict[int, int] = {}
-        self.blocks = missing
-
-    def release(self, sequence: int) -> None:
-        self._cached = frozenset(self._cached)
-        for table in self._sequences[sequence].tables:
-            for entry in table.entries:
-                count = self._released[entry] = self._released.get(entry, 0) + 1
-                if count == self._references[entry] and entry not in self._cached:
-                    self.blocks -= len(self._blocks_of[entry])

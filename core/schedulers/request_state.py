@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from engine.core.errors import InvalidRequestError
 from engine.core.schedulers.growing_tokens import GrowingTokens
 from engine.core.schedulers.hash_chain import HashChain
 from engine.core.schedulers.step_counter import StepCounter
@@ -323,28 +322,3 @@ class StateView:
 def state_of(view: object) -> RequestState | None:
     """The request behind a StateView; None for any other object."""
     return view._state if isinstance(view, StateView) else None
-
-
-def max_output(request: Request, *, max_len: int, cache_tokens: int) -> int:
-    """Maximum tokens a request may generate, given the maximum context and the tokens that fit into the KV cache.
-
-    Raises InvalidRequestError when the request can never run.
-    """
-    prompt, max_tokens, min_tokens = len(request.prompt), request.params.max_tokens, request.params.min_tokens
-    if not prompt:
-        raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
-    # The last token sampled is never computed, so it needs no place in the cache.
-    longest = min(max_len, cache_tokens + 1)
-    possible = longest - prompt
-    limit = f"{longest} tokens, " + ("the longest context" if longest == max_len else "all that the KV cache can hold")
-    if possible < 1:
-        raise InvalidRequestError(
-            f"a prompt of {prompt} tokens leaves no room for output within {limit}; shorten it", "prompt"
-        )
-    asked, name = (min_tokens, "min_tokens") if max_tokens is None else (max_tokens, "max_tokens")
-    if asked > possible:
-        raise InvalidRequestError(
-            f"a prompt of {prompt} tokens and {name} of {asked} exceed {limit}; use a {name} of at most {possible}",
-            name,
-        )
-    return max_tokens or possible

@@ -25,13 +25,10 @@ Invariants:
 from __future__ import annotations
 
 import math
-import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import attrs
 
 from engine.core.errors import ExecutorError, InvalidRequestError
 from engine.core.histogram import PREEMPTIONS_BOUNDS, STEP_TOKENS_BOUNDS, Histogram
@@ -42,7 +39,8 @@ from engine.core.schedulers.checked_policy import CheckedPolicy
 from engine.core.schedulers.drafting import Drafting
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.queues import Queues
-from engine.core.schedulers.request_state import RequestState, max_output
+from engine.core.schedulers.request_intake import RequestIntake
+from engine.core.schedulers.request_state import RequestState
 from engine.core.schedulers.result_checks import check_result, logprob_columns
 from engine.core.schedulers.step_counter import StepCounter
 from engine.core.schedulers.step_plan import StepPlan
@@ -50,11 +48,9 @@ from engine.core.schedulers.step_planner import StepPlanner
 from engine.core.speculators.checked_speculator import CheckedSpeculator
 from engine.core.speculators.device_proposals import DeviceProposals
 from engine.core.speculators.draft_lengths import DraftLengths
-from engine.core.speculators.prediction_check import check_prediction
 from engine.core.types import (
     FINISH_ABORT,
     FINISH_ERROR,
-    MAX_SEED,
     NO_TOKEN,
     CacheStats,
     DraftSlice,
@@ -125,13 +121,17 @@ class Scheduler:
                 speculator, self._queues, draft_lengths, grammars, max_batch_tokens=max_batch_tokens
             )
         self._queues.forget(unknown_sequences)
+        self._intake = RequestIntake(
+            blocks,
+            self._counter,
+            max_len=max_len,
+            eos_tokens=eos_tokens,
+            speculates=speculator is not None,
+        )
         self._blocks = blocks
         self._cache_metrics = self._planner.cache_metrics = cache_metrics
         self._max_running = max_running
-        self._max_len = max_len
-        self._eos_tokens = eos_tokens
         self._in_flight: deque[_InFlight] = deque()
-        self._requests_added = 0
         self._prefix_hits = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -178,35 +178,7 @@ class Scheduler:
         """Queue a request. Raises InvalidRequestError if the request can never run or its id is in use."""
         if request.id in self._queues.requests:
             raise InvalidRequestError(f"request id {request.id!r} is already in use; choose another id", "id")
-        block_size = self._blocks.block_size
-        limit = max_output(request, max_len=self._max_len, cache_tokens=self._blocks.max_tokens)
-        params = request.params
-        if request.prediction:
-            check_prediction(speculates=self.speculates)
-            if len(request.prediction) > self._max_len:
-                raise InvalidRequestError(
-                    f"a prediction of {len(request.prediction)} tokens exceeds {self._max_len} tokens, the longest "
-                    "context; shorten it",
-                    "prediction",
-                )
-        if params.seed is None:
-            params = attrs.evolve(params, seed=secrets.randbelow(MAX_SEED))
-        stop_tokens = self._eos_tokens if not params.ignore_eos else frozenset()
-        if params.stop_token_ids:
-            stop_tokens = stop_tokens.union(params.stop_token_ids)
-        self._requests_added += 1
-        self._queues.add(
-            RequestState(
-                request,
-                params,
-                max_output=limit,
-                stop_tokens=stop_tokens,
-                block_size=block_size,
-                chain=self._blocks.chain(request.salt),
-                number=self._requests_added,
-                counter=self._counter,
-            )
-        )
+        self._queues.add(self._intake.make_state(request))
 
     def abort(self, request_id: str) -> Output | None:
         """Finish a waiting or running request and free its blocks; None if there is none with this id."""

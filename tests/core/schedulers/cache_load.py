@@ -16,9 +16,10 @@ from attrs import evolve
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.cache_metrics import CacheMetrics
 from engine.core.schedulers.cache_observer import CacheObserver, join_observers
-from engine.core.schedulers.grouped_block_manager import GroupedBlockManager, make_block_manager
+from engine.core.schedulers.grouped_block_manager import GroupedBlockManager
 from engine.core.schedulers.hash_chain import HashChain
 from engine.core.schedulers.kind_tables import KindTable
+from engine.core.schedulers.make_block_manager import make_block_manager
 from engine.core.schedulers.request_state import RequestState
 from engine.core.schedulers.scheduler import Scheduler
 from engine.core.types import FULL, NO_TOKEN, BlockKind, Request, SamplingParams, Step, StepResult

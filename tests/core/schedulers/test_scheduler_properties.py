@@ -17,7 +17,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.core.schedulers.admission import Admission
-from engine.core.schedulers.grouped_block_manager import GroupedBlockManager, make_block_manager
+from engine.core.schedulers.grouped_block_manager import GroupedBlockManager
+from engine.core.schedulers.make_block_manager import make_block_manager
 from engine.core.schedulers.policy import RequestView, SchedulingPolicy, Split
 from engine.core.schedulers.scheduler import Scheduler
 from engine.core.speculators import CheckedSpeculator, DeviceProposals, Speculator, SpeculatorSpec

@@ -108,7 +108,7 @@ def test_engine_warns_once_per_file_of_what_is_not_used(tmp_path: Path, caplog: 
     settings: dict[str, Any] = {"executor__device": "cpu", "cache__memory": "4MiB"}
     with caplog.at_level(logging.WARNING), Engine(model=str(path), **settings) as engine:
         assert engine.default_params.top_k == 0
-    said = [record.getMessage() for record in caplog.records if record.name == "engine.core.engine"]
+    said = [record.getMessage() for record in caplog.records if record.name == "engine.core.engine_start"]
     assert said == [
         "config.json has keys that Llama does not know, and that are not used: logit_scale",
         "generation_config.json has settings that are not used: num_beams 4, typical_p 0.9",
@@ -120,4 +120,4 @@ def test_engine_warns_of_nothing_without_such_settings(tmp_path: Path, caplog: p
     settings: dict[str, Any] = {"executor__device": "cpu", "cache__memory": "4MiB"}
     with caplog.at_level(logging.WARNING), Engine(model=str(path), **settings):
         pass
-    assert [record.name for record in caplog.records if record.name == "engine.core.engine"] == []
+    assert [record.name for record in caplog.records if record.name == "engine.core.engine_start"] == []
