@@ -5,7 +5,10 @@ The tuner knows this contract only, and nothing of how weights are stored.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import io
+import tokenize
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -111,6 +114,20 @@ class AutotunedCall:
 
 @cache
 def version_of(*modules: ModuleType) -> str:
-    """A digest of the modules' sources."""
-    sources = "".join(inspect.getsource(module) for module in modules).encode()
-    return blake2b(sources, digest_size=8).hexdigest()
+    """A digest of the modules' code, which comments and docstrings do not change."""
+    code = "".join(code_of(inspect.getsource(module)) for module in modules)
+    return blake2b(code.encode(), digest_size=8).hexdigest()
+
+
+def code_of(source: str) -> str:
+    """Python source without comments, docstrings and empty lines: the same text on every version of Python."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            assert node.end_lineno is not None
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    return "".join(f"{line.rstrip()}\n" for line in lines if line.strip())
