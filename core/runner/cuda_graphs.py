@@ -330,6 +330,7 @@ class DecodeGraphs:
             query_lens_host=np.ones(size, np.int32),
             context_lens_host=np.full(size, self._max_len, np.int32),
             block_tables_host=np.zeros((size, self._tables[0].shape[1]), np.int32),
+            state_rows=self._rows[:size],
         )
         num_groups = len(self._state.groups)
         if num_groups > 1:
@@ -339,7 +340,6 @@ class DecodeGraphs:
                     slots=self._slots[table][:size],
                     block_tables=self._tables[table][:size],
                     block_tables_host=batch.block_tables_host,
-                    state_rows=self._rows[:size],
                 )
                 for table in (min(number, len(self._tables) - 1) for number in range(num_groups))
             )
