@@ -210,22 +210,24 @@ def fused_kernels(config: EngineConfig, device: DeviceInfo) -> bool:
     return True
 
 
-def use_graphs(config: EngineConfig, attention: AttentionBackend[Any, Any], model: Model, device: DeviceInfo) -> bool:
-    """Whether decode steps are replayed as CUDA graphs.
+def use_graphs(
+    config: EngineConfig, attention: AttentionBackend[Any, Any] | None, model: Model, device: DeviceInfo
+) -> bool:
+    """Whether decode steps are replayed as CUDA graphs. attention: None if no layer of the model has any.
 
     Raises ConfigError where graphs are required but impossible, and PluginError for an invalid `graphs` of the backend.
     """
     if config.executor.graphs == "off":
         return False
     known = get_args(GraphSupport)
-    if attention.graphs not in known:
+    if attention is not None and attention.graphs not in known:
         raise PluginError(
             f"{type(attention).__name__} has set graphs = {attention.graphs!r}; it must be one of {', '.join(known)}"
         )
     obstacle = None
     if device.type != "cuda":
         obstacle = f"{device.torch_name} has no CUDA graphs"
-    elif attention.graphs == "none":
+    elif attention is not None and attention.graphs == "none":
         obstacle = f"{type(attention).__name__} computes on the host values that change from step to step"
     elif model.no_graphs is not None:
         obstacle = f"{type(model).__name__} {model.no_graphs}"

@@ -330,7 +330,8 @@ class RunnerStart:
         persistent_batch = PersistentBatch(
             max_running=max_running,
             max_len=self._spec.max_len,
-            block_size=self._spec.block_size,
+            # Nothing reads the block tables of a model without blocks: one column is enough.
+            block_size=self._spec.block_size if layout.kinds else self._spec.max_len,
             scratch_block=num_blocks,
             device=device,
             groups_by_kind=[kind.groups for kind in layout.kinds],

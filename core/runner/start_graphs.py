@@ -36,8 +36,8 @@ class GraphStart:
     def make(self, state: DeviceState) -> tuple[StepGraphs, GraphCapturer | None]:
         """The graphs that the configuration, the device and the attention backend allow, and what captures them."""
         groups = state.groups if state.drafter is None else (*state.groups, *state.drafter.groups)
-        backends = [group.attention for group in groups if group.attention is not None]
-        if not backends or not all(use_graphs(self.config, backend, state.model, self.device) for backend in backends):
+        backends = [group.attention for group in groups if group.attention is not None] or [None]
+        if not all(use_graphs(self.config, backend, state.model, self.device) for backend in backends):
             return StepGraphs(), None
         from engine.core.runner.cuda_graphs import DecodeGraphs
         from engine.core.runner.graph_capture import GraphCapturer

@@ -9,9 +9,11 @@ import attrs
 import pytest
 
 from engine.core.layers import LayerFactory
+from engine.core.runner.graph_sizes import batch_sizes
 from engine.core.types import Request, SamplingParams
 from engine.core.weights import DummySource, load_weights
 from tests.core.runner import state_models
+from tests.core.runner.replays import ReplayByRunning
 from tests.core.runner.state_models import States, TwoShapes
 
 LENGTHS = (40, 21, 2, 1, 1, 5)
@@ -69,6 +71,16 @@ def test_states_in_a_worker_give_the_tokens_of_the_definition(
     for folder in (Path(__file__).parents[3], tmp_path):
         monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
     assert tokens_of(make_engine(**SETTINGS, **TIGHT, executor="multiproc")) == expected
+
+
+@pytest.mark.parametrize("name", ["states", "two-shapes"])
+def test_replays_advance_the_states(make_engine: Any, replays: type[ReplayByRunning], name: str) -> None:
+    limits = {**TIGHT, "scheduler__max_running": 4, "executor__graphs": "decode"}
+    engine = make_engine(state_models, **{**SETTINGS, "model__name": name}, **limits)
+    assert replays.captured == 2 * len(batch_sizes(4))
+    for _ in range(2):
+        assert tokens_of(engine) == reference({"states": States, "two-shapes": TwoShapes}[name])
+    assert {kind for kind, *_ in engine.stats().graph_replays} == {"decode"}
 
 
 def test_a_model_of_states_has_no_blocks(make_engine: Any) -> None:
