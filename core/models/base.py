@@ -84,6 +84,11 @@ class ModelSpec:
         if self.softcap is not None and self.softcap <= 0:
             raise CheckpointError(f"config.json has a soft cap of attention scores of {self.softcap}; it must exceed 0")
 
+    @property
+    def has_attention(self) -> bool:
+        """Whether any layer caches keys and values; else all layers keep a state."""
+        return not self.layer_caches or any(isinstance(cache, KVShape) for cache in self.layer_caches)
+
 
 class Model(ABC):
     """A network built of layers from a LayerFactory, under the names of the checkpoint's tensors.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve
@@ -109,7 +109,10 @@ class RunnerStart:
         self._spec = attention_spec(*shape)
         self.layout = cache_layout(*shape)
         """Which layers share block tables."""
-        self._attention = self.checks.attention(parts.attention, self.layout)
+        self._attention: Any = None
+        """Makes the attention backend of a cache group; None if all layers keep a state."""
+        if parts.attention is not None:
+            self._attention = self.checks.attention(parts.attention, self.layout)
         self.layers: LayerFactory | None = None
         """The factory that made the model's layers, once the model is made."""
         self._drafter: DrafterStart | None = None
@@ -313,7 +316,7 @@ class RunnerStart:
     def _make_state(self, model: Model, num_blocks: int, kv_scales: tuple[KVScales, ...]) -> DeviceState:
         """The caches, with `num_blocks` blocks, and all else that is kept between steps."""
         max_running, device = self._config.scheduler.max_running, torch.device(self._name)
-        options, layout = self._parts.options["attention"], self.layout
+        options, layout = self._parts.options.get("attention"), self.layout
         pools = layout.make_pools(num_blocks, self._name, kv_scales)
         groups = []
         for group, pool in zip(layout.groups, pools, strict=True):
@@ -386,8 +389,9 @@ class RunnerStart:
     @contextmanager
     def _name_fault(self, call: str) -> Iterator[None]:
         """Name the plugin that raised an error in the `with` block; if it is unknown, name all that take part."""
-        model, attention, quant = map(self._parts.owner, ("models", "attention", "quant"))
-        with blame(f"{model}, {attention} or {quant}", call, TRACEBACK):
+        points = ("models", "quant") if self._parts.attention is None else ("models", "attention", "quant")
+        *others, last = map(self._parts.owner, points)
+        with blame(f"{', '.join(others)} or {last}", call, TRACEBACK):
             try:
                 yield
             except BaseException as error:

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
+from engine.core.errors import EngineError
 from engine.core.layers import LayerFactory
 from engine.core.runner.graph_sizes import batch_sizes
 from engine.core.types import Request, SamplingParams
@@ -83,8 +84,33 @@ def test_replays_advance_the_states(make_engine: Any, replays: type[ReplayByRunn
     assert {kind for kind, *_ in engine.stats().graph_replays} == {"decode"}
 
 
-def test_a_model_of_states_has_no_blocks(make_engine: Any) -> None:
-    engine = make_engine(state_models, **SETTINGS, **TIGHT)
+@pytest.mark.parametrize(
+    ("setting", "error"),
+    [
+        (
+            {"attention": "torch"},
+            r"'torch' .* refuses: .* none has attention; leave attention.name \(--attention\) out",
+        ),
+        ({"attention__options": {"a": 1}}, r"attention.options is set, but .* none has attention; leave it out"),
+        ({"cache__memory": "1MiB"}, r"cache.memory is set, but .* none has a KV cache; leave it out .*--max-running"),
+        ({"cache__dtype": "float16"}, r"cache.dtype is set, but"),
+        ({"cache__block_size": 32}, r"cache.block_size is set, but"),
+        ({"cache__metrics": True}, r"cache.metrics is set, but"),
+        ({"speculator": "ngram"}, r"keep a state, which cannot go back .*; leave the speculator out"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_a_setting_without_effect_on_a_model_of_states_is_refused(
+    make_engine: Any, setting: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(EngineError, match=error):
+        make_engine(state_models, **{**SETTINGS, **setting})
+
+
+def test_a_model_of_states_has_no_blocks_and_no_attention_backend(make_engine: Any) -> None:
+    engine = make_engine(state_models, **SETTINGS, **TIGHT, cache__prefix_caching=False, cache__memory_fraction=0.25)
+    assert engine.parts.attention is None
+    assert "attention" not in [choice.extension_point for choice in engine.parts.choices]
     cache, stats = engine.cache_info, engine.stats()
     assert (cache.num_blocks, cache.kv_bytes, cache.kinds, cache.states) == (0, 0, (), 3)
     assert cache.state_bytes == (3 + 1) * 4 * (2 * (2 * 4 * 6 + 16) + 16)
