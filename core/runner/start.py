@@ -164,9 +164,11 @@ class RunnerStart:
                 with phases.phase("warm_up"), self._name_fault("the warm-up"):
                     self._warm_up(state)
         except torch.OutOfMemoryError as error:
+            sizes = {"KV cache": plan.kv, "states": plan.states}
+            caches = ", ".join(f"the {name} of {format_bytes(size)}" for name, size in sizes.items() if size)
+            settings = "--memory-fraction, --kv-memory or --max-running" if plan.kv else "--max-running"
             raise CapacityError(
-                f"the KV cache of {format_bytes(plan.kv)} and the CUDA graphs do not fit on {self._name} together;"
-                " use a lower --memory-fraction, --kv-memory or --max-running"
+                f"{caches} and the CUDA graphs do not fit on {self._name} together; use a lower {settings}"
             ) from error
         if has_kernels:
             end_compile_ahead(self._config)
@@ -224,9 +226,15 @@ class RunnerStart:
         try:
             peak = self._measure_trial_step(model, kv_scales, tokens)
         except torch.OutOfMemoryError as error:
+            states, fewer = "", ""
+            if self.layout.states:
+                states, fewer = (
+                    f" and the states of {self._config.scheduler.max_running} sequences",
+                    " or --max-running",
+                )
             raise CapacityError(
-                f"a step of {tokens} tokens does not fit on {self._name} next to the weights; "
-                "use a lower --max-batch-tokens or a smaller model"
+                f"a step of {tokens} tokens does not fit on {self._name} next to the weights{states}; "
+                f"use a lower --max-batch-tokens{fewer} or a smaller model"
             ) from error
         torch.cuda.empty_cache()
         rows = min(max_sampling_rows(self._config, speculates=self._speculates), tokens)
