@@ -141,11 +141,19 @@ class Engine:
                 begin_compiler_key(self.config)
         with phases.phase("device"):
             self.device = find_device(self.config.executor.device)
+            fits_running = not self.config.scheduler.max_running
             self.config = settle(self.config, self.device, drafts="speculator" in objects)
         choice = PluginChoice(
-            config=self.config, plugins=self.plugins, device=self.device, checkpoint=self.checkpoint, objects=objects
+            config=self.config,
+            plugins=self.plugins,
+            device=self.device,
+            checkpoint=self.checkpoint,
+            objects=objects,
+            fits_running=fits_running,
         )
         deployment, self._executor, cache_info = choice.start(phases, on_progress)
+        max_running = deployment.config.scheduler.max_running
+        self.config = attrs.evolve(self.config, scheduler=attrs.evolve(self.config.scheduler, max_running=max_running))
         self.parts, self._grammars = deployment.parts, deployment.grammars
         self._kv_events: EventStream | None = None
         self._async: AsyncGenerator | None = None

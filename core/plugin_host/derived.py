@@ -37,6 +37,10 @@ LARGE_MEMORY = 70 * 10**9
 """Bytes of device memory from which on a KV cache usually has room for MANY_RUNNING sequences, and their logits (1.5
 GiB for a vocabulary of 128,000) matter little."""
 
+STATES_SHARE = 0.25
+"""Maximum share of the device's memory for the states of running sequences, where `max_running` is not set. More
+sequences gain little: reading their states then takes longer than reading the weights."""
+
 
 def settle(config: EngineConfig, device: DeviceInfo, *, drafts: bool = False) -> EngineConfig:
     """Fill in the settings that depend on the device; called once, before anything else reads the configuration.
@@ -52,6 +56,25 @@ def settle(config: EngineConfig, device: DeviceInfo, *, drafts: bool = False) ->
         many = is_large and not (drafts or config.speculator.name)
         scheduler = evolve(scheduler, max_running=MANY_RUNNING if many else FEW_RUNNING)
     return evolve(config, scheduler=scheduler)
+
+
+def fit_running(config: EngineConfig, model_spec: ModelSpec, device: DeviceInfo) -> EngineConfig:
+    """Lower max_running until the states of that many sequences take at most STATES_SHARE of the device's memory.
+
+    For a max_running that nobody has set: states are allocated for all running sequences.
+    """
+    from engine.core.attention.state_pool import StatePool
+
+    caches = [cache for cache in model_spec.layer_caches if isinstance(cache, StateShape)]
+    ranks = config.executor.tensor_parallel
+    if device.type == "cpu":
+        ranks = 1  # all ranks share the host's memory
+    each = sum(StatePool.bytes_per_sequence(cache.tensors) for cache in caches) // ranks
+    scheduler, memory = config.scheduler, int(device.memory_bytes * STATES_SHARE)
+    if each * (scheduler.max_running + 1) <= memory:
+        return config
+    fits = max(memory // each - 1, 1)  # one more row is for padding
+    return evolve(config, scheduler=evolve(scheduler, max_running=min(fits, scheduler.max_running)))
 
 
 def shape_of(model: type[Model], checkpoint: Mapping[str, Any]) -> ModelSpec:

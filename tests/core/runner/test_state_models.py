@@ -9,7 +9,9 @@ import attrs
 import pytest
 
 from engine.core.errors import EngineError
+from engine.core.host import Host
 from engine.core.layers import LayerFactory
+from engine.core.plugin_host import derived
 from engine.core.runner.graph_sizes import batch_sizes
 from engine.core.types import Request, SamplingParams
 from engine.core.weights import DummySource, load_weights
@@ -116,6 +118,17 @@ def test_a_model_of_states_has_no_blocks_and_no_attention_backend(make_engine: A
     assert cache.state_bytes == (3 + 1) * 4 * (2 * (2 * 4 * 6 + 16) + 16)
     assert (stats.blocks_used, stats.blocks_cached, stats.blocks_total, stats.blocks_by_kind) == (0, 0, 0, ())
     assert engine.reset_prefix_cache() == 0
+
+
+def test_as_many_sequences_run_as_have_their_states_in_memory(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = 4 * (2 * (2 * 4 * 6 + 16) + 16)
+    monkeypatch.setattr(derived, "STATES_SHARE", 6 * each / Host().total_memory())
+    engine = make_engine(state_models, **SETTINGS)
+    assert engine.config.scheduler.max_running == 5
+    assert engine.cache_info.state_bytes == 6 * each
+    assert make_engine(state_models, **SETTINGS, scheduler__max_running=7).config.scheduler.max_running == 7
 
 
 @pytest.mark.parametrize("overlap", ["on", "off"])
