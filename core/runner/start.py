@@ -380,6 +380,7 @@ class RunnerStart:
             kinds=self.layout.kinds,
             states=sum(len(group.layers) for group in self.layout.states),
             state_bytes=plan.states,
+            state_rows=self._config.scheduler.max_running if self.layout.states else 0,
             blocks_per_context=plan.blocks_per_context,
             weights_bytes=plan.weights,
             activation_bytes=plan.activations,
