@@ -74,8 +74,8 @@ def _cache_config(report: ReplicaReport) -> list[Sample]:
     cache = report.engine.cache
     if cache is None:
         return []
-    kind = cache.kv_dtype or cache.dtype
-    return [((str(cache.block_size), str(cache.num_blocks), kind, str(report.engine.prefix_caching)), 1)]
+    kind, reuses = cache.kv_dtype or cache.dtype, report.engine.prefix_caching and not cache.states
+    return [((str(cache.block_size), str(cache.num_blocks), kind, str(reuses)), 1)]
 
 
 def _graph_replays(report: ReplicaReport) -> Iterator[Sample]:
