@@ -127,9 +127,9 @@ def speculator_spec(config: EngineConfig, model_spec: ModelSpec) -> SpeculatorSp
 
 
 def refuses_ranks(model_spec: ModelSpec, ranks: int) -> str | None:
-    """Why this number of ranks cannot shard the model's heads, and which numbers can; None if it can.
+    """Why this number of ranks cannot shard the model's heads and states, and which numbers can; None if it can.
 
-    Query heads are sharded evenly; KV heads are sharded evenly too, or replicated evenly over the ranks.
+    Query heads and states are sharded evenly; KV heads are sharded evenly too, or replicated evenly over the ranks.
     """
     heads, kv_heads = model_spec.num_heads, model_spec.num_kv_heads
     shapes = {(heads, kv_heads)} if not model_spec.layer_caches else set()
@@ -147,10 +147,13 @@ def refuses_ranks(model_spec: ModelSpec, ranks: int) -> str | None:
 
     if fits(ranks):
         return None
-    possible = ", ".join(str(number) for number in range(1, heads + 1) if fits(number))
+    shared = [f"{heads} query heads and {kv_heads} key and value heads"] if shapes else []
+    if divided:
+        shared.append(f"states of {', '.join(map(str, sorted(divided)))} rows")
+    most = heads if shapes else max(divided)
+    possible = ", ".join(str(number) for number in range(1, most + 1) if fits(number))
     return (
-        f"{ranks} ranks cannot share this model's {heads} query heads and {kv_heads} key and value heads evenly;"
-        f" these numbers of ranks can: {possible}"
+        f"{ranks} ranks cannot share this model's {' and '.join(shared)} evenly; these numbers of ranks can: {possible}"
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from engine.core.config.tree import EngineConfig, ExecutorConfig, SchedulerConfig, SpeculatorConfig
 from engine.core.device import DeviceInfo
 from engine.core.models.base import KVShape, ModelSpec, StateShape
-from engine.core.plugin_host.derived import fit_running, settle
+from engine.core.plugin_host.derived import fit_running, refuses_ranks, settle
 
 CPU = DeviceInfo(type="cpu", memory_bytes=10**12)
 SMALL_GPU = DeviceInfo(type="cuda", memory_bytes=24 * 2**30)
@@ -38,6 +38,17 @@ def test_fewer_requests_run_where_their_states_take_much_memory(device: DeviceIn
     assert fit_running(config, with_layers(), device) == config
     assert fit_running(config, with_layers(keys, keys), device) == config
     assert fit_running(config, with_layers(state, keys, state), device).scheduler.max_running == running
+
+
+def test_ranks_that_cannot_share_the_states_are_refused() -> None:
+    keys, state = KVShape(num_heads=4, num_kv_heads=2, head_dim=8), StateShape(tensors=(((6, 9), "float32"),))
+    assert refuses_ranks(with_layers(state), 3) is None
+    refusal = refuses_ranks(with_layers(state), 4)
+    assert refusal is not None
+    assert "share this model's states of 6 rows evenly; these numbers of ranks can: 1, 2, 3, 6" in refusal
+    refusal = refuses_ranks(with_layers(state, keys), 4)
+    assert refusal is not None
+    assert "key and value heads and states of 6 rows evenly; these numbers of ranks can: 1, 2" in refusal
 
 
 def with_layers(*caches: KVShape | StateShape) -> ModelSpec:
