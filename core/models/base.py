@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
 
 from engine.core.errors import CheckpointError
 
@@ -48,15 +48,16 @@ class StateShape:
 class ModelSpec:
     """The properties of a model that core needs before the model is built.
 
+    A model whose layers all keep a state leaves out num_heads, num_kv_heads, head_dim and scale; all others give them.
     Raises CheckpointError if the key and value heads do not divide the query heads, or the soft cap is not above 0.
     """
 
     num_layers: int
-    num_heads: int
+    num_heads: int = 0
     """Query heads, over all ranks."""
-    num_kv_heads: int
+    num_kv_heads: int = 0
     """Key and value heads, over all ranks."""
-    head_dim: int
+    head_dim: int = 0
     """Numbers per head, of queries, keys and values alike, unless `layer_caches` says otherwise."""
     hidden_size: int
     vocab_size: int
@@ -64,9 +65,10 @@ class ModelSpec:
     """Longest context that the model was trained for, tokens."""
     extended_max_len: int = 0
     """Longest context that --max-len may ask for, where that exceeds `max_len`, as with dynamic rope scaling."""
-    sliding_windows: tuple[int | None, ...]
-    """Per layer: the number of tokens that a token attends to, itself included; None: the whole context."""
-    scale: float
+    sliding_windows: tuple[int | None, ...] = field()
+    """Per layer: the number of tokens that a token attends to, itself included; None: the whole context. By default
+    None for each."""
+    scale: float = 0.0
     """Factor on q.k before the softmax."""
     softcap: float | None = None
     """Attention scores become softcap * tanh(score / softcap). None: unchanged."""
@@ -75,7 +77,15 @@ class ModelSpec:
     sinks: tuple[bool, ...] = ()
     """Per layer: whether its attention has sinks (`LayerFactory.attention`). Empty: none has."""
 
+    @sliding_windows.default
+    def _no_windows(self) -> tuple[int | None, ...]:
+        return (None,) * self.num_layers
+
     def __attrs_post_init__(self) -> None:
+        if self.has_attention:
+            missing = [name for name in ("num_heads", "num_kv_heads", "head_dim", "scale") if not getattr(self, name)]
+            if missing:
+                raise TypeError(f"ModelSpec of a model with attention layers lacks {', '.join(missing)}")
         if not self.layer_caches and self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"config.json has {self.num_heads} attention heads and {self.num_kv_heads} key and value heads; their"

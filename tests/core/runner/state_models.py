@@ -138,14 +138,9 @@ class States(Model):
     def spec(cls, config: Mapping[str, Any]) -> ModelSpec:
         return ModelSpec(
             num_layers=len(cls.caches),
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=1,
             hidden_size=HIDDEN,
             vocab_size=VOCABULARY,
             max_len=128,
-            sliding_windows=(None,) * len(cls.caches),
-            scale=1.0,
             layer_caches=cls.caches,
         )
 
