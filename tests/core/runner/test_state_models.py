@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-from engine.core.errors import EngineError
+from engine.core.errors import ConfigError, EngineError
 from engine.core.host import Host
 from engine.core.layers import LayerFactory
 from engine.core.plugin_host import derived
@@ -84,6 +84,11 @@ def test_replays_advance_the_states(make_engine: Any, replays: type[ReplayByRunn
     for _ in range(2):
         assert tokens_of(engine) == reference({"states": States, "two-shapes": TwoShapes}[name])
     assert {kind for kind, *_ in engine.stats().graph_replays} == {"decode"}
+
+
+def test_piecewise_graphs_of_states_are_refused(make_engine: Any, replays: type[ReplayByRunning]) -> None:
+    with pytest.raises(ConfigError, match=r"keep a state, .* lengths of the chunks; use --graphs decode or auto"):
+        make_engine(state_models, **SETTINGS, executor__graphs="on")
 
 
 @pytest.mark.parametrize(
