@@ -1,4 +1,4 @@
-"""Models whose layers all keep a state and have no attention, as a third party would write them."""
+"""Models with layers that keep a state, with and without attention, as a third party would write them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 from engine.core.attention import StatePool
 from engine.core.hooks import hookimpl
 from engine.core.layers import LayerFactory
-from engine.core.models import ForwardPass, Model, ModelSpec, StateShape
+from engine.core.models import ForwardPass, KVShape, Model, ModelSpec, StateShape
 
 HIDDEN, HEADS, KEY, VALUE, VOCABULARY = 16, 2, 4, 6, 512
 KEYED = StateShape(tensors=(((HEADS, KEY, VALUE), "float32"), ((HIDDEN,), "float32")))
 """A matrix per head, as in linear attention, and the hidden state of the token before, as in a token shift."""
 SUMS = StateShape(tensors=(((HIDDEN,), "float32"),))
+HEAD, SCALE = 8, 0.5
+ATTENTION = KVShape(num_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD)
 
 
 class KeyedLayer:
@@ -105,6 +107,30 @@ class SumLayer:
             state = 0.75 * state + self.input((yield state)[None])[0].tanh()
 
 
+class AttentionLayer:
+    """Attention without a rotary embedding."""
+
+    def __init__(self, number: int, layers: LayerFactory) -> None:
+        self.qkv = layers.linear([(f"{number}.{part}", HEADS * HEAD) for part in ("q", "k", "v")], HIDDEN)
+        self.attention = layers.attention(number, HEADS, HEADS, HEAD)
+        self.output = layers.linear([(f"{number}.output", HIDDEN)], HEADS * HEAD)
+
+    def __call__(self, run: ForwardPass, hidden: torch.Tensor) -> torch.Tensor:
+        return self.output(self.attention(run, self.qkv(hidden), None))
+
+    def reference(self) -> Generator[torch.Tensor, torch.Tensor, None]:
+        context, out = [], torch.empty(0)
+        while True:
+            q, k, v = self.qkv((yield out)[None]).view(3, HEADS, HEAD)
+            context.append((k, v))
+            keys, values = (torch.stack(part) for part in zip(*context, strict=True))
+            weights = (torch.einsum("hd,chd->hc", q, keys) * SCALE).softmax(-1)
+            out = self.output(torch.einsum("hc,chd->hd", weights, values).reshape(1, -1))[0]
+
+
+LAYERS: dict[KVShape | StateShape, Any] = {KEYED: KeyedLayer, SUMS: SumLayer, ATTENTION: AttentionLayer}
+
+
 def _own(run: ForwardPass, place: tuple[int, int]) -> tuple[ForwardPass, StatePool, int]:
     """The pass and the pool of a layer's group, and the layer's index there."""
     own = run.of_group(place[0])
@@ -128,7 +154,8 @@ class States(Model):
     """Two layers with states of one shape."""
 
     api = "2"
-    caches = (KEYED, KEYED)
+    caches: tuple[KVShape | StateShape, ...] = (KEYED, KEYED)
+    attention: Mapping[str, Any] = {}
 
     @classmethod
     def refuses(cls, config: Mapping[str, Any]) -> str | None:
@@ -142,14 +169,13 @@ class States(Model):
             vocab_size=VOCABULARY,
             max_len=128,
             layer_caches=cls.caches,
+            **cls.attention,
         )
 
     def __init__(self, config: Mapping[str, Any], layers: LayerFactory, options: Any = None) -> None:
         layers.ignore("*")
         self.embedding = layers.embedding("embedding", VOCABULARY, HIDDEN)
-        self.layers = [
-            (KeyedLayer if cache is KEYED else SumLayer)(number, layers) for number, cache in enumerate(self.caches)
-        ]
+        self.layers = [LAYERS[cache](number, layers) for number, cache in enumerate(self.caches)]
         self.norm = layers.norm("norm", HIDDEN, 1e-6)
         self.head = layers.lm_head("head", VOCABULARY, HIDDEN)
 
@@ -183,7 +209,15 @@ class TwoShapes(States):
     caches = (KEYED, SUMS, KEYED)
 
 
+class Hybrid(States):
+    """Layers with states and layers with attention, which have a KV cache."""
+
+    caches = (KEYED, ATTENTION, SUMS, ATTENTION)
+    attention = {"num_heads": HEADS, "num_kv_heads": HEADS, "head_dim": HEAD, "scale": SCALE}  # noqa: RUF012
+
+
 @hookimpl
 def register_models(register: Any) -> None:
     register("states", lambda: States, api="2", summary="", preference=0)
     register("two-shapes", lambda: TwoShapes, api="2", summary="", preference=0)
+    register("hybrid", lambda: Hybrid, api="2", summary="", preference=0)
