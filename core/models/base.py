@@ -42,6 +42,26 @@ class StateShape:
 
     tensors: tuple[tuple[tuple[int, ...], str], ...]
     """(shape, dtype) of each tensor of one sequence's state, over all ranks, which shard the first dimension evenly."""
+    replicated: tuple[bool, ...] = ()
+    """Per tensor: whether every rank keeps all of it, as of hidden states. Empty: all tensors are sharded."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.replicated and len(self.replicated) != len(self.tensors):
+            raise TypeError(f"StateShape has {len(self.tensors)} tensors and replicated of {len(self.replicated)}")
+
+    @property
+    def sharded_sizes(self) -> frozenset[int]:
+        """First dimensions of the tensors that the ranks shard, over all ranks."""
+        whole = self.replicated or (False,) * len(self.tensors)
+        return frozenset(shape[0] for (shape, _), kept in zip(self.tensors, whole, strict=True) if not kept)
+
+    def on_rank(self, ranks: int) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """(shape, dtype) of each tensor of one sequence's state on one of `ranks` ranks."""
+        whole = self.replicated or (False,) * len(self.tensors)
+        return tuple(
+            (shape if kept else (shape[0] // ranks, *shape[1:]), dtype)
+            for (shape, dtype), kept in zip(self.tensors, whole, strict=True)
+        )
 
 
 @frozen(kw_only=True)

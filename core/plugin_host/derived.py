@@ -67,9 +67,9 @@ def fit_running(config: EngineConfig, model_spec: ModelSpec, device: DeviceInfo)
 
     caches = [cache for cache in model_spec.layer_caches if isinstance(cache, StateShape)]
     ranks = config.executor.tensor_parallel
+    each = sum(StatePool.bytes_per_sequence(cache.on_rank(ranks)) for cache in caches)
     if device.type == "cpu":
-        ranks = 1  # all ranks share the host's memory
-    each = sum(StatePool.bytes_per_sequence(cache.tensors) for cache in caches) // ranks
+        each *= ranks  # all ranks share the host's memory
     scheduler, memory = config.scheduler, int(device.memory_bytes * STATES_SHARE)
     if each * (scheduler.max_running + 1) <= memory:
         return config
@@ -133,10 +133,10 @@ def refuses_ranks(model_spec: ModelSpec, ranks: int) -> str | None:
     """
     heads, kv_heads = model_spec.num_heads, model_spec.num_kv_heads
     shapes = {(heads, kv_heads)} if not model_spec.layer_caches else set()
-    divided = set()
+    divided: set[int] = set()
     for cache in model_spec.layer_caches:
         if isinstance(cache, StateShape):
-            divided |= {shape[0] for shape, _ in cache.tensors}
+            divided |= cache.sharded_sizes
         else:
             shapes.add((cache.num_heads, cache.num_heads if cache.latent else cache.num_kv_heads))
 

@@ -39,6 +39,14 @@ def test_only_a_model_without_attention_may_have_no_heads() -> None:
     assert (alone.has_attention, alone.sliding_windows) == (False, (None, None))
 
 
+def test_a_state_names_the_tensors_that_ranks_shard() -> None:
+    tensors = (((4, 8), "float32"), ((6,), "int8"))
+    assert StateShape(tensors=tensors).sharded_sizes == {4, 6}
+    assert StateShape(tensors=tensors, replicated=(True, False)).sharded_sizes == {6}
+    with pytest.raises(TypeError, match="2 tensors and replicated of 1"):
+        StateShape(tensors=tensors, replicated=(True,))
+
+
 def test_a_soft_cap_must_exceed_0() -> None:
     with pytest.raises(CheckpointError, match=r"soft cap of attention scores of 0\.0"):
         spec(softcap=0.0)

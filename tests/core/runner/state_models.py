@@ -13,7 +13,7 @@ from engine.core.layers import LayerFactory
 from engine.core.models import ForwardPass, KVShape, Model, ModelSpec, StateShape
 
 HIDDEN, HEADS, KEY, VALUE, VOCABULARY = 16, 2, 4, 6, 512
-KEYED = StateShape(tensors=(((HEADS, KEY, VALUE), "float32"), ((HIDDEN,), "float32")))
+KEYED = StateShape(tensors=(((HEADS, KEY, VALUE), "float32"), ((HIDDEN,), "float32")), replicated=(False, True))
 """A matrix per head, as in linear attention, and the hidden state of the token before, as in a token shift."""
 SUMS = StateShape(tensors=(((HIDDEN,), "float32"),))
 HEAD, SCALE = 8, 0.5
@@ -25,10 +25,12 @@ class KeyedLayer:
 
     def __init__(self, number: int, layers: LayerFactory) -> None:
         self.place = layers.cache_place(number)
-        self.sizes = [HEADS * KEY, HEADS * KEY, HEADS * VALUE, HEADS]
+        sizes = [HEADS * KEY, HEADS * KEY, HEADS * VALUE, HEADS]
         names = [f"{number}.{part}" for part in ("query", "key", "value", "decay")]
-        self.inputs = layers.linear(list(zip(names, self.sizes, strict=True)), HIDDEN)
-        self.output = layers.linear([(f"{number}.output", HIDDEN)], HEADS * VALUE)
+        self.inputs = layers.linear(list(zip(names, sizes, strict=True)), HIDDEN, parallel="column")
+        self.output = layers.linear([(f"{number}.output", HIDDEN)], HEADS * VALUE, parallel="row")
+        self.heads = layers.shard(HEADS, "heads")
+        self.sizes = [size // layers.ranks for size in sizes]
 
     def __call__(self, run: ForwardPass, hidden: torch.Tensor) -> torch.Tensor:
         own, pool, index = _own(run, self.place)
@@ -43,7 +45,9 @@ class KeyedLayer:
             return self.read(parts[0], state)
         out = []
         for row, start, tokens in _sequences(own, hidden):
-            state, last = (matrices[row], before[row]) if start else (torch.zeros(HEADS, KEY, VALUE), hidden[0] * 0)
+            state, last = torch.zeros(self.heads, KEY, VALUE), torch.zeros(HIDDEN)
+            if start:
+                state, last = matrices[row], before[row]
             parts = self.project(tokens + torch.cat((last[None], tokens[:-1])))
             states = []
             for each in zip(*parts[1:], strict=True):
@@ -55,7 +59,7 @@ class KeyedLayer:
 
     def project(self, x: torch.Tensor) -> list[torch.Tensor]:
         q, k, v, decay = self.inputs(x).split(self.sizes, -1)
-        return [part.unflatten(-1, (HEADS, -1)) for part in (q, k.tanh(), v.tanh(), decay.sigmoid())]
+        return [part.unflatten(-1, (self.heads, -1)) for part in (q, k.tanh(), v.tanh(), decay.sigmoid())]
 
     def next_state(self, state: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
         return decay[..., None] * state + k[..., None] * v[..., None, :]
@@ -78,13 +82,17 @@ class KeyedLayer:
 
 
 class SumLayer:
-    """state = 0.75 * state + input; output = state."""
+    """state = 0.75 * state + input, which the output layer reads."""
 
     def __init__(self, number: int, layers: LayerFactory) -> None:
         self.place = layers.cache_place(number)
-        self.input = layers.linear([(f"{number}.input", HIDDEN)], HIDDEN)
+        self.input = layers.linear([(f"{number}.input", HIDDEN)], HIDDEN, parallel="column")
+        self.output = layers.linear([(f"{number}.output", HIDDEN)], HIDDEN, parallel="row")
 
     def __call__(self, run: ForwardPass, hidden: torch.Tensor) -> torch.Tensor:
+        return self.output(self.sums(run, hidden))
+
+    def sums(self, run: ForwardPass, hidden: torch.Tensor) -> torch.Tensor:
         own, pool, index = _own(run, self.place)
         [sums] = pool.layers[index]
         rows, inputs = own.batch.state_rows, self.input(hidden).tanh()
@@ -94,7 +102,7 @@ class SumLayer:
             return sums[rows]
         out = []
         for row, start, tokens in _sequences(own, inputs):
-            state = sums[row] if start else torch.zeros(HIDDEN)
+            state = sums[row] if start else torch.zeros_like(sums[row])
             for token in tokens:
                 state = 0.75 * state + token
                 out.append(state)
@@ -102,18 +110,20 @@ class SumLayer:
         return torch.stack(out)
 
     def reference(self) -> Generator[torch.Tensor, torch.Tensor, None]:
-        state = torch.zeros(HIDDEN)
+        state, out = torch.zeros(HIDDEN), torch.empty(0)
         while True:
-            state = 0.75 * state + self.input((yield state)[None])[0].tanh()
+            state = 0.75 * state + self.input((yield out)[None])[0].tanh()
+            out = self.output(state[None])[0]
 
 
 class AttentionLayer:
     """Attention without a rotary embedding."""
 
     def __init__(self, number: int, layers: LayerFactory) -> None:
-        self.qkv = layers.linear([(f"{number}.{part}", HEADS * HEAD) for part in ("q", "k", "v")], HIDDEN)
-        self.attention = layers.attention(number, HEADS, HEADS, HEAD)
-        self.output = layers.linear([(f"{number}.output", HIDDEN)], HEADS * HEAD)
+        heads, parts = layers.shard(HEADS, "heads"), [(f"{number}.{part}", HEADS * HEAD) for part in ("q", "k", "v")]
+        self.qkv = layers.linear(parts, HIDDEN, parallel="column")
+        self.attention = layers.attention(number, heads, heads, HEAD)
+        self.output = layers.linear([(f"{number}.output", HIDDEN)], HEADS * HEAD, parallel="row")
 
     def __call__(self, run: ForwardPass, hidden: torch.Tensor) -> torch.Tensor:
         return self.output(self.attention(run, self.qkv(hidden), None))

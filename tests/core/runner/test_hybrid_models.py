@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from engine.core.layers import LayerFactory
 from engine.core.types import Request
+from engine.testing.models import ModelConformance
 from tests.core.runner import state_models
 from tests.core.runner.replays import ReplayByRunning
 from tests.core.runner.state_models import Hybrid
@@ -54,3 +59,24 @@ def test_replays_of_a_hybrid_advance_states_and_write_keys(
     engine.abort("aborted")
     assert tokens_of(engine) == expected
     assert {kind for kind, *_ in engine.stats().graph_replays} == {"decode"}
+
+
+class Conformance(ModelConformance):
+    """The hybrid with weights from a file, which ranks shard."""
+
+    model = Hybrid
+    ranks = (2,)
+
+    def checkpoint(self, directory: Path) -> Path:
+        layers, draw = LayerFactory(dtype="float32", device="cpu"), torch.Generator().manual_seed(0)
+        Hybrid({}, layers)
+        shapes = {name: spec.shape for layer in layers.layers for name, spec in layer.tensors().items()}
+        tensors = {name: torch.randn(shape, generator=draw) * 0.5 for name, shape in shapes.items()}
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        (directory / "config.json").write_text("{}")
+        return directory
+
+
+def test_ranks_shard_states_and_keep_whole_what_is_replicated(tmp_path: Path) -> None:
+    Conformance().test_ranks(tmp_path, 0)
+    Conformance().test_batches(tmp_path)
