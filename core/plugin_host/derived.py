@@ -71,7 +71,7 @@ def fit_running(config: EngineConfig, model_spec: ModelSpec, device: DeviceInfo)
     if device.type == "cpu":
         each *= ranks  # all ranks share the host's memory
     scheduler, memory = config.scheduler, int(device.memory_bytes * STATES_SHARE)
-    if each * (scheduler.max_running + 1) <= memory:
+    if not memory or each * (scheduler.max_running + 1) <= memory:
         return config
     fits = max(memory // each - 1, 1)  # one more row is for padding
     return evolve(config, scheduler=evolve(scheduler, max_running=min(fits, scheduler.max_running)))

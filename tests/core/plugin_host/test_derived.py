@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from attrs import evolve
 
 from engine.core.config.tree import EngineConfig, ExecutorConfig, SchedulerConfig, SpeculatorConfig
 from engine.core.device import DeviceInfo
@@ -37,6 +38,7 @@ def test_fewer_requests_run_where_their_states_take_much_memory(device: DeviceIn
     config = settle(EngineConfig(executor=ExecutorConfig(tensor_parallel=ranks)), device)
     assert fit_running(config, with_layers(), device) == config
     assert fit_running(config, with_layers(keys, keys), device) == config
+    assert fit_running(config, with_layers(state), evolve(device, memory_bytes=0)) == config, "the memory is unknown"
     assert fit_running(config, with_layers(state, keys, state), device).scheduler.max_running == running
 
 
