@@ -45,7 +45,7 @@ class KeyedLayer:
             return self.read(parts[0], state)
         out = []
         for row, start, tokens in _sequences(own, hidden):
-            state, last = torch.zeros(self.heads, KEY, VALUE), torch.zeros(HIDDEN)
+            state, last = torch.zeros_like(matrices[row]), torch.zeros_like(before[row])
             if start:
                 state, last = matrices[row], before[row]
             parts = self.project(tokens + torch.cat((last[None], tokens[:-1])))

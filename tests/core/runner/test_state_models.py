@@ -86,6 +86,18 @@ def test_replays_advance_the_states(make_engine: Any, replays: type[ReplayByRunn
     assert {kind for kind, *_ in engine.stats().graph_replays} == {"decode"}
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["states", "two-shapes"])
+def test_cuda_graphs_advance_the_states(make_engine: Any, name: str) -> None:
+    limits = {**TIGHT, "scheduler__max_running": 4, "executor__device": "cuda"}
+    found = []
+    for graphs in ("off", "decode"):
+        engine = make_engine(state_models, **{**SETTINGS, "model__name": name}, **limits, executor__graphs=graphs)
+        found += [tokens_of(engine), tokens_of(engine)]
+        assert (engine.stats().graph_replays != ()) == (graphs == "decode")
+    assert found[1:] == found[:-1]
+
+
 def test_piecewise_graphs_of_states_are_refused(make_engine: Any, replays: type[ReplayByRunning]) -> None:
     with pytest.raises(ConfigError, match=r"keep a state, .* lengths of the chunks; use --graphs decode or auto"):
         make_engine(state_models, **SETTINGS, executor__graphs="on")
