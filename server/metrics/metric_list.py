@@ -216,7 +216,7 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
     _of_engine(
         "gauge",
         "kv_cache_usage_perc",
-        "Share of KV blocks in use, 0 to 1.",
+        "Share of KV blocks in use, 0 to 1; 0 for a model whose layers all keep a state.",
         lambda engine: engine.stats.blocks_used / max(1, engine.stats.blocks_total),
         vllm=VllmName(name="kv_cache_usage_perc"),
     ),
