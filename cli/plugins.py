@@ -103,7 +103,8 @@ def check_all(config: EngineConfig, plugins: Plugins) -> list[Verdict]:
                 classes[point, one.name] = guarded(one.load(), f"{point} {one.name!r}", STARTUP_CALLS[point])
             except PluginError as error:
                 broken[point, one.name] = str(error)
-    questions = _questions(config, plugins, [cls for (point, _), cls in classes.items() if point == "models"])
+    models = [cls for (point, name), cls in classes.items() if point == "models" and config.model.name in (AUTO, name)]
+    questions = _questions(config, plugins, models)
     verdicts = []
     for point, registry in plugins.registries.items():
         for name in registry.names():

@@ -101,9 +101,19 @@ def start_engine(
             begin_compiler_key(config)
     with phases.phase("device"):
         device = find_device(config.executor.device)
+        fits_running = not config.scheduler.max_running
         config = settle(config, device, drafts="speculator" in objects)
-    choice = PluginChoice(config=config, plugins=plugins, device=device, checkpoint=checkpoint, objects=objects)
+    choice = PluginChoice(
+        config=config,
+        plugins=plugins,
+        device=device,
+        checkpoint=checkpoint,
+        objects=objects,
+        fits_running=fits_running,
+    )
     deployment, executor, cache_info = choice.start(phases, on_progress)
+    max_running = deployment.config.scheduler.max_running
+    config = attrs.evolve(config, scheduler=attrs.evolve(config.scheduler, max_running=max_running))
     parts = deployment.parts
     kv_events: EventStream | None = None
     try:

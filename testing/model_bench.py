@@ -1,4 +1,4 @@
-"""A model with its own KV cache, which computes the batches that a test asks for."""
+"""A model with its own KV cache and states, which computes the batches that a test asks for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import attrs
 import numpy as np
 import torch
 
-from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, KVPool
+from engine.core.attention import AttentionBackend, AttentionSpec, CacheLayout, ForwardBatch, KVPool, StatePool
 from engine.core.config import EngineConfig
 from engine.core.distributed import RankGroup
 from engine.core.layers import LayerFactory
-from engine.core.models import ForwardPass, Model
+from engine.core.models import ForwardPass, Model, StateShape
 from engine.core.plugin_host import attention_spec, cache_layout, load_plugins
 from engine.core.quant import QuantMethod
 from engine.core.weights import Checkpoint, SafetensorsSource, WeightSource, load_weights
@@ -33,7 +33,7 @@ def _torch_attention() -> type[AttentionBackend[Any, Any]]:
 
 
 class ModelBench:
-    """One rank of a model on the CPU. Slots of the KV cache hold NaN until they are written."""
+    """One rank of a model on the CPU. Slots of the KV cache and rows of states hold NaN until they are written."""
 
     def __init__(
         self,
@@ -56,22 +56,36 @@ class ModelBench:
         self.prompts = prompts
         self.spec = model.spec(checkpoint.config)
         source = source or SafetensorsSource(checkpoint)
-        self.layers = LayerFactory(dtype=dtype, device="cpu", group=group, quant=quant, stored=source.names, **settings)
+        layout = self._layout(dtype, 1 if group is None else group.ranks)
+        self.layers = LayerFactory(
+            dtype=dtype, device="cpu", group=group, quant=quant, stored=source.names, cache=layout, **settings
+        )
         self.model = model(checkpoint.config, self.layers, options)
         with torch.inference_mode():
             load_weights(self.layers, source, threads=1)
-        shape = self._attention_spec(dtype)
-        self._block_size = shape.block_size
+        self._block_size = EngineConfig().cache.block_size
         num_blocks = -(-MAX_TOKENS // self._block_size)
         blocks = np.arange(num_blocks * len(prompts), dtype=np.int32)[::-1].copy()
         self._tables = blocks.reshape(len(prompts), num_blocks)
-        self._pool = KVPool(shape, self._tables.size, "cpu")
-        for tensor in (*self._pool.keys, *self._pool.values):
-            tensor.fill_(torch.nan)
-        self._attention = _torch_attention()(shape, self._pool, None)
-        if self.layers.sinks:
-            sinks = {reader.layer: reader.weight for reader in self.layers.sinks}
-            self._attention.set_sinks([sinks.get(layer) for layer in range(shape.num_layers)])
+        self._groups: list[tuple[Any, Any]] = []
+        """The pool and the attention backend of each cache group; a group of states has None for a backend."""
+        if layout is None:
+            shape = self._attention_spec(dtype)
+            self._add_attention(shape, range(shape.num_layers))
+            return
+        for group_of_keys in layout.groups:
+            self._add_attention(group_of_keys.spec, group_of_keys.layers)
+        for group_of_states in layout.states:
+            states = StatePool(group_of_states.tensors, len(group_of_states.layers), len(prompts), "cpu")
+            for tensor in (tensor for tensors in states.layers for tensor in tensors if tensor.is_floating_point()):
+                tensor.fill_(torch.nan)
+            self._groups.append((states, None))
+
+    def _layout(self, dtype: str, ranks: int) -> CacheLayout | None:
+        """The cache groups of a model with states; None for a model without any."""
+        if not any(isinstance(cache, StateShape) for cache in self.spec.layer_caches):
+            return None
+        return cache_layout(self.spec, EngineConfig(), dtype, self.spec.max_len, dtype, ranks)
 
     def _attention_spec(self, dtype: str) -> AttentionSpec:
         """The attention of all layers. Those of `layer_caches` must be of one cache group."""
@@ -81,13 +95,26 @@ class ModelBench:
         [group] = cache_layout(*settings).groups
         return group.spec
 
+    def _add_attention(self, spec: AttentionSpec, layers: Sequence[int]) -> None:
+        """Add a cache group of keys and values."""
+        pool = KVPool(spec, self._tables.size, "cpu")
+        for tensor in (*pool.keys, *pool.values):
+            tensor.fill_(torch.nan)
+        attention = _torch_attention()(spec, pool, None)
+        if any(spec.sinks):
+            sinks = {reader.layer: reader.weight for reader in self.layers.sinks}
+            attention.set_sinks([sinks.get(layer) for layer in layers])
+        self._groups.append((pool, attention))
+
     def hidden(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Hidden states of one batch: [tokens, hidden_size]. Chunks of one token must come first."""
         batch = self._batch(chunks)
         with torch.inference_mode():
-            plan = self._attention.plan(batch)
-            run = ForwardPass(batch=_bare(batch), attention=self._attention, plan=plan, pool=self._pool)
-            return self.model.forward(run)
+            runs = []
+            for pool, attention in self._groups:
+                own, plan = (batch, None) if attention is None else (_bare(batch), attention.plan(batch))
+                runs.append(ForwardPass(batch=own, attention=attention, plan=plan, pool=pool))
+            return self.model.forward(runs[0] if len(runs) == 1 else attrs.evolve(runs[0], groups=tuple(runs)))
 
     def logits(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Logits of all tokens of one batch: [tokens, vocab_size]."""
@@ -129,6 +156,7 @@ class ModelBench:
             query_lens_host=counts,
             context_lens_host=contexts,
             block_tables_host=tables,
+            state_rows=torch.tensor([sequence for sequence, _, _ in chunks]),
         )
 
 
@@ -145,4 +173,5 @@ def _bare(batch: ForwardBatch) -> ForwardBatch:
         query_lens_host=nothing,
         context_lens_host=nothing,
         block_tables_host=nothing,
+        state_rows=nothing,
     )

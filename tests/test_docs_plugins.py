@@ -12,7 +12,7 @@ import threading
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -318,6 +318,92 @@ def test_model_keeps_its_contract(example: Example, tmp_path: Path) -> None:
             directory = tmp_path / f"{name}{number}"
             directory.mkdir()
             getattr(Suite(), name)(directory, *([] if number is None else [number]))
+
+
+SUMS = {
+    "architectures": ["SumsForCausalLM"],
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 256,
+}
+
+
+def sums_tensors() -> dict[str, Any]:
+    import torch
+
+    size, draw = SUMS["hidden_size"], torch.Generator().manual_seed(0)
+    shapes: dict[str, Any] = {
+        f"layers.{layer}.{part}": (size, size) for layer in (0, 1) for part in ("input", "output")
+    }
+    shapes |= {"norm": (size,), "embed": (SUMS["vocab_size"], size), "lm_head": (SUMS["vocab_size"], size)}
+    return {
+        f"{name}.weight": torch.randn(shape, generator=draw) * 0.3 + (len(shape) == 1) for name, shape in shapes.items()
+    }
+
+
+def sums_logits(tokens: list[int]) -> Any:
+    """By the definition, token by token, in float64."""
+    import torch
+
+    weights = {name.removesuffix(".weight"): tensor.double() for name, tensor in sums_tensors().items()}
+    states, logits = [torch.zeros(SUMS["hidden_size"]).double() for _ in range(2)], []
+    for token in tokens:
+        hidden = weights["embed"][token]
+        for layer in range(2):
+            states[layer] = 0.9 * states[layer] + weights[f"layers.{layer}.input"] @ hidden
+            hidden = hidden + weights[f"layers.{layer}.output"] @ states[layer]
+        normed = hidden * (hidden.square().mean() + 1e-6).rsqrt() * weights["norm"]
+        logits.append(weights["lm_head"] @ normed)
+    return torch.stack(logits).float()
+
+
+def sums_suite(cls: Any) -> Any:
+    from safetensors.torch import save_file
+
+    from engine.testing.models import ModelConformance
+
+    class Suite(ModelConformance):
+        model = cls
+        ranks = (2,)
+
+        def checkpoint(self, directory: Path) -> Path:
+            (directory / "config.json").write_text(json.dumps(SUMS))
+            save_file(sums_tensors(), directory / "model.safetensors", metadata={"format": "pt"})
+            return directory
+
+        def reference(self, checkpoint: Path, tokens: list[int]) -> Any:
+            return sums_logits(tokens)
+
+    return Suite()
+
+
+def test_a_model_with_states_keeps_its_contract(example: Example, tmp_path: Path) -> None:
+    suite = sums_suite(example("sums_model").Sums)
+    for name in ("logits", "prefill_chunks", "batches", "model_keeps_no_state_between_passes", "dummy_weights"):
+        getattr(suite, f"test_{name}")(tmp_path)
+    suite.test_ranks(tmp_path, 0)
+
+
+def test_the_suite_finds_a_model_that_begins_with_the_state_of_another_sequence(
+    example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    module = example("sums_model")
+    monkeypatch.setattr(module, "torch", SimpleNamespace(zeros_like=lambda state: state, stack=torch.stack))
+    with pytest.raises(AssertionError, match="relative error nan in row 0"):
+        sums_suite(module.Sums).test_logits(tmp_path)
+
+
+def test_a_model_with_states_runs_in_an_engine(example: Example, run: Run, mini: Path) -> None:
+    config = json.loads((mini / "config.json").read_text())
+    (mini / "config.json").write_text(json.dumps({**config, "architectures": SUMS["architectures"]}))
+    settings = {"model": mini, "model__load_format": "dummy", "cache__memory": "auto"}
+    plugin = example("sums_model")
+    found = run(plugin, **settings)
+    assert len(set(found)) == len(PROMPTS)
+    assert found == run(plugin, **settings, scheduler__max_batch_tokens=3)
 
 
 def test_decoder_block_computes_the_logits_of_llama(example: Example, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class ForwardBatch:
     block_tables_host: npt.NDArray[np.int32]
     """[sequences, max_blocks] int32."""
     state_rows: torch.Tensor | None = None
-    """[sequences] int64, with several cache groups: the row of each sequence in the tensors of a StatePool."""
+    """[sequences] int64: the row of each sequence in the tensors of a StatePool."""
     groups: tuple[ForwardBatch, ...] = ()
     """The batch as each of several cache groups sees it: with the slots and block tables of the group."""
 

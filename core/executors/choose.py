@@ -13,6 +13,7 @@ from engine.core.errors import PluginError, PluginFaultError
 from engine.core.executors.base import Executor
 from engine.core.executors.deployment import Deployment, make_executor
 from engine.core.executors.frames import clear_frames
+from engine.core.plugin_host.derived import fit_running, shape_of
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS
 from engine.core.plugin_host.faults import expect
 from engine.core.plugin_host.registry import Plugins
@@ -34,6 +35,8 @@ class PluginChoice:
     checkpoint: Checkpoint
     objects: Mapping[str, object]
     """Section of the configuration -> the plugin passed in from Python."""
+    fits_running: bool = False
+    """Whether the states of the model's layers may lower scheduler.max_running."""
 
     def start(self, phases: Phases, on_progress: Listener | None) -> tuple[Deployment, Executor, CacheInfo]:
         """Choose the plugins, make the executor, and let it load the model and allocate the KV cache.
@@ -83,6 +86,8 @@ class PluginChoice:
         config = self.config
         for point, _ in passed_over:  # workers choose for themselves, by the configuration
             config = _with_choice(config, parts, point)
+        if self.fits_running:
+            config = fit_running(config, shape_of(parts.model, self.checkpoint.config), self.device)
         deployment = Deployment(config, parts, self.checkpoint, self.device)
         executor = make_executor(deployment)
         if on_progress is not None:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
 
 from engine.core.errors import CheckpointError
 
@@ -42,21 +42,42 @@ class StateShape:
 
     tensors: tuple[tuple[tuple[int, ...], str], ...]
     """(shape, dtype) of each tensor of one sequence's state, over all ranks, which shard the first dimension evenly."""
+    replicated: tuple[bool, ...] = ()
+    """Per tensor: whether every rank keeps all of it, as of hidden states. Empty: all tensors are sharded."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.replicated and len(self.replicated) != len(self.tensors):
+            raise TypeError(f"StateShape has {len(self.tensors)} tensors and replicated of {len(self.replicated)}")
+
+    @property
+    def sharded_sizes(self) -> frozenset[int]:
+        """First dimensions of the tensors that the ranks shard, over all ranks."""
+        whole = self.replicated or (False,) * len(self.tensors)
+        return frozenset(shape[0] for (shape, _), kept in zip(self.tensors, whole, strict=True) if not kept)
+
+    def on_rank(self, ranks: int) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """(shape, dtype) of each tensor of one sequence's state on one of `ranks` ranks."""
+        whole = self.replicated or (False,) * len(self.tensors)
+        return tuple(
+            (shape if kept else (shape[0] // ranks, *shape[1:]), dtype)
+            for (shape, dtype), kept in zip(self.tensors, whole, strict=True)
+        )
 
 
 @frozen(kw_only=True)
 class ModelSpec:
     """The properties of a model that core needs before the model is built.
 
+    A model whose layers all keep a state leaves out num_heads, num_kv_heads, head_dim and scale; all others give them.
     Raises CheckpointError if the key and value heads do not divide the query heads, or the soft cap is not above 0.
     """
 
     num_layers: int
-    num_heads: int
+    num_heads: int = 0
     """Query heads, over all ranks."""
-    num_kv_heads: int
+    num_kv_heads: int = 0
     """Key and value heads, over all ranks."""
-    head_dim: int
+    head_dim: int = 0
     """Numbers per head, of queries, keys and values alike, unless `layer_caches` says otherwise."""
     hidden_size: int
     vocab_size: int
@@ -64,9 +85,10 @@ class ModelSpec:
     """Longest context that the model was trained for, tokens."""
     extended_max_len: int = 0
     """Longest context that --max-len may ask for, where that exceeds `max_len`, as with dynamic rope scaling."""
-    sliding_windows: tuple[int | None, ...]
-    """Per layer: the number of tokens that a token attends to, itself included; None: the whole context."""
-    scale: float
+    sliding_windows: tuple[int | None, ...] = field()
+    """Per layer: the number of tokens that a token attends to, itself included; None: the whole context. By default
+    None for each."""
+    scale: float = 0.0
     """Factor on q.k before the softmax."""
     softcap: float | None = None
     """Attention scores become softcap * tanh(score / softcap). None: unchanged."""
@@ -75,7 +97,15 @@ class ModelSpec:
     sinks: tuple[bool, ...] = ()
     """Per layer: whether its attention has sinks (`LayerFactory.attention`). Empty: none has."""
 
+    @sliding_windows.default
+    def _no_windows(self) -> tuple[int | None, ...]:
+        return (None,) * self.num_layers
+
     def __attrs_post_init__(self) -> None:
+        if self.has_attention:
+            missing = [name for name in ("num_heads", "num_kv_heads", "head_dim", "scale") if not getattr(self, name)]
+            if missing:
+                raise TypeError(f"ModelSpec of a model with attention layers lacks {', '.join(missing)}")
         if not self.layer_caches and self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"config.json has {self.num_heads} attention heads and {self.num_kv_heads} key and value heads; their"
@@ -83,6 +113,11 @@ class ModelSpec:
             )
         if self.softcap is not None and self.softcap <= 0:
             raise CheckpointError(f"config.json has a soft cap of attention scores of {self.softcap}; it must exceed 0")
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether any layer caches keys and values; else all layers keep a state."""
+        return not self.layer_caches or any(isinstance(cache, KVShape) for cache in self.layer_caches)
 
 
 class Model(ABC):

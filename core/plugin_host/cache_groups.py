@@ -32,13 +32,7 @@ def cache_layout(
         parts = [tuple(layers[start : start + size]) for start in range(0, len(layers), size)]
         groups += [CacheGroup(layers=part, spec=_spec_of(part, spec, base)) for part in parts]
         block_kinds.append(_block_kind(spec, groups=len(parts), layers=len(layers)))
-    state_groups = [
-        StateGroup(
-            layers=tuple(layers),
-            tensors=tuple(((shape[0] // ranks, *shape[1:]), kind) for shape, kind in cache.tensors),
-        )
-        for cache, layers in states.items()
-    ]
+    state_groups = [StateGroup(layers=tuple(layers), tensors=cache.on_rank(ranks)) for cache, layers in states.items()]
     members: list[CacheGroup | StateGroup] = [*groups, *state_groups]
     places = {
         layer: (number, index) for number, group in enumerate(members) for index, layer in enumerate(group.layers)

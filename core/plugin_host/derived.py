@@ -37,6 +37,10 @@ LARGE_MEMORY = 70 * 10**9
 """Bytes of device memory from which on a KV cache usually has room for MANY_RUNNING sequences, and their logits (1.5
 GiB for a vocabulary of 128,000) matter little."""
 
+STATES_SHARE = 0.25
+"""Maximum share of the device's memory for the states of running sequences, where `max_running` is not set. More
+sequences gain little: reading their states then takes longer than reading the weights."""
+
 
 def settle(config: EngineConfig, device: DeviceInfo, *, drafts: bool = False) -> EngineConfig:
     """Fill in the settings that depend on the device; called once, before anything else reads the configuration.
@@ -52,6 +56,25 @@ def settle(config: EngineConfig, device: DeviceInfo, *, drafts: bool = False) ->
         many = is_large and not (drafts or config.speculator.name)
         scheduler = evolve(scheduler, max_running=MANY_RUNNING if many else FEW_RUNNING)
     return evolve(config, scheduler=scheduler)
+
+
+def fit_running(config: EngineConfig, model_spec: ModelSpec, device: DeviceInfo) -> EngineConfig:
+    """Lower max_running until the states of that many sequences take at most STATES_SHARE of the device's memory.
+
+    For a max_running that nobody has set: states are allocated for all running sequences.
+    """
+    from engine.core.attention.state_pool import StatePool
+
+    caches = [cache for cache in model_spec.layer_caches if isinstance(cache, StateShape)]
+    ranks = config.executor.tensor_parallel
+    each = sum(StatePool.bytes_per_sequence(cache.on_rank(ranks)) for cache in caches)
+    if device.type == "cpu":
+        each *= ranks  # all ranks share the host's memory
+    scheduler, memory = config.scheduler, int(device.memory_bytes * STATES_SHARE)
+    if not memory or each * (scheduler.max_running + 1) <= memory:
+        return config
+    fits = max(memory // each - 1, 1)  # one more row is for padding
+    return evolve(config, scheduler=evolve(scheduler, max_running=min(fits, scheduler.max_running)))
 
 
 def shape_of(model: type[Model], checkpoint: Mapping[str, Any]) -> ModelSpec:
@@ -104,16 +127,16 @@ def speculator_spec(config: EngineConfig, model_spec: ModelSpec) -> SpeculatorSp
 
 
 def refuses_ranks(model_spec: ModelSpec, ranks: int) -> str | None:
-    """Why this number of ranks cannot shard the model's heads, and which numbers can; None if it can.
+    """Why this number of ranks cannot shard the model's heads and states, and which numbers can; None if it can.
 
-    Query heads are sharded evenly; KV heads are sharded evenly too, or replicated evenly over the ranks.
+    Query heads and states are sharded evenly; KV heads are sharded evenly too, or replicated evenly over the ranks.
     """
     heads, kv_heads = model_spec.num_heads, model_spec.num_kv_heads
     shapes = {(heads, kv_heads)} if not model_spec.layer_caches else set()
-    divided = set()
+    divided: set[int] = set()
     for cache in model_spec.layer_caches:
         if isinstance(cache, StateShape):
-            divided |= {shape[0] for shape, _ in cache.tensors}
+            divided |= cache.sharded_sizes
         else:
             shapes.add((cache.num_heads, cache.num_heads if cache.latent else cache.num_kv_heads))
 
@@ -124,10 +147,13 @@ def refuses_ranks(model_spec: ModelSpec, ranks: int) -> str | None:
 
     if fits(ranks):
         return None
-    possible = ", ".join(str(number) for number in range(1, heads + 1) if fits(number))
+    shared = [f"{heads} query heads and {kv_heads} key and value heads"] if shapes else []
+    if divided:
+        shared.append(f"states of {', '.join(map(str, sorted(divided)))} rows")
+    most = heads if shapes else max(divided)
+    possible = ", ".join(str(number) for number in range(1, most + 1) if fits(number))
     return (
-        f"{ranks} ranks cannot share this model's {heads} query heads and {kv_heads} key and value heads evenly;"
-        f" these numbers of ranks can: {possible}"
+        f"{ranks} ranks cannot share this model's {' and '.join(shared)} evenly; these numbers of ranks can: {possible}"
     )
 
 
@@ -210,22 +236,24 @@ def fused_kernels(config: EngineConfig, device: DeviceInfo) -> bool:
     return True
 
 
-def use_graphs(config: EngineConfig, attention: AttentionBackend[Any, Any], model: Model, device: DeviceInfo) -> bool:
-    """Whether decode steps are replayed as CUDA graphs.
+def use_graphs(
+    config: EngineConfig, attention: AttentionBackend[Any, Any] | None, model: Model, device: DeviceInfo
+) -> bool:
+    """Whether decode steps are replayed as CUDA graphs. attention: None if no layer of the model has any.
 
     Raises ConfigError where graphs are required but impossible, and PluginError for an invalid `graphs` of the backend.
     """
     if config.executor.graphs == "off":
         return False
     known = get_args(GraphSupport)
-    if attention.graphs not in known:
+    if attention is not None and attention.graphs not in known:
         raise PluginError(
             f"{type(attention).__name__} has set graphs = {attention.graphs!r}; it must be one of {', '.join(known)}"
         )
     obstacle = None
     if device.type != "cuda":
         obstacle = f"{device.torch_name} has no CUDA graphs"
-    elif attention.graphs == "none":
+    elif attention is not None and attention.graphs == "none":
         obstacle = f"{type(attention).__name__} computes on the host values that change from step to step"
     elif model.no_graphs is not None:
         obstacle = f"{type(model).__name__} {model.no_graphs}"

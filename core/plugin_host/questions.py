@@ -9,6 +9,7 @@ from attrs import evolve
 
 from engine.core.attention.base import AttentionSpec
 from engine.core.attention.pair import AttentionPair
+from engine.core.config.setting import changed_settings
 from engine.core.config.tree import AUTO, EngineConfig
 from engine.core.errors import ConfigError, EngineError, PluginError
 from engine.core.models.base import KVShape, StateShape
@@ -91,6 +92,11 @@ def attention_question(
     refusal = refuses_ranks(shape, ranks)
     if refusal is not None:
         raise ConfigError(refusal)
+    if not shape.has_attention:
+        _refuse_cache_settings(config)
+        return lambda cls: (
+            "all layers of this model keep a state, and none has attention; leave attention.name (--attention) out"
+        )
     dtype = resolve_dtype(config, checkpoint, device)
     kv_dtype = resolve_kv_dtype(config, dtype, checkpoint, quant, device)
     layout = cache_layout(shape, config, dtype, max_len(config, shape), kv_dtype, ranks)
@@ -150,6 +156,20 @@ def questions_of_machine(config: EngineConfig, device: DeviceInfo) -> dict[str, 
         "executor": lambda cls: cls.refuses(config, device),
         "grammar": lambda cls: cls.refuses(),
     }
+
+
+def _refuse_cache_settings(config: EngineConfig) -> None:
+    """Raise ConfigError for settings of the KV cache, where all layers of the model keep a state."""
+    for name in changed_settings(config.cache):
+        if name not in ("memory_fraction", "prefix_caching"):
+            raise ConfigError(
+                f"cache.{name} is set, but all layers of this model keep a state, and none has a KV cache; leave it out"
+                " (scheduler.max_running, --max-running, says for how many sequences there is memory)"
+            )
+    if config.attention.options:
+        raise ConfigError(
+            "attention.options is set, but all layers of this model keep a state, and none has attention; leave it out"
+        )
 
 
 def _core_refusal(cls: type[AttentionBackend[Any, Any]] | AttentionPair, spec: AttentionSpec) -> str | None:

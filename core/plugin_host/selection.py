@@ -82,7 +82,8 @@ class ChosenPlugin:
 class Parts:
     """The plugins of one engine: their classes and validated options."""
 
-    attention: type[AttentionBackend[Any, Any]] | AttentionPair
+    attention: type[AttentionBackend[Any, Any]] | AttentionPair | None
+    """None if all layers of the model keep a state."""
     quant: type[QuantMethod[Any]]
     policy: SchedulingPolicy[Any]
     executor: type[Executor]
@@ -182,7 +183,10 @@ def resolve(
             found, given = chosen.pop("speculator"), options.pop("speculators")
             helpers = _drafter_choices(config, plugins, device)
             drafter = resolve_drafter(found, given, config, target, checkpoint, device, helpers)
-    choose("attention", attention_question(config, device, checkpoint, chosen["model"], chosen["quant"], drafter))
+    asked = attention_question(config, device, checkpoint, chosen["model"], chosen["quant"], drafter)
+    named = config.attention.name != AUTO or "attention" in overrides
+    if named or shape_of(chosen["model"], checkpoint).has_attention:
+        choose("attention", asked)
     policies: dict[type, SchedulingPolicy[Any]] = {}
     questions = questions_of_machine(config, first or device)
     choose("scheduler", _making(policies, config) if config.scheduler.name == AUTO else questions["scheduler"])
@@ -202,7 +206,7 @@ def resolve(
         policy = policies[policy] if policy in policies else policy(given)
     return Parts(
         model=chosen["model"],
-        attention=chosen["attention"],
+        attention=chosen.get("attention"),
         quant=chosen["quant"],
         policy=policy,
         executor=chosen["executor"],

@@ -96,6 +96,7 @@ def build_batch(
         query_lens_host=counts.astype(np.int32),
         context_lens_host=ends.astype(np.int32),
         block_tables_host=tables,
+        state_rows=device_rows,
     )
     if device_group_slots is not None:
         batch.groups = tuple(
@@ -104,7 +105,6 @@ def build_batch(
                 slots=device_group_slots[table],
                 block_tables=persistent_batch.group_tables[table, device_rows, :width],
                 block_tables_host=group_tables[table],
-                state_rows=device_rows,
             )
             for table in (min(number, len(group_tables) - 1) for number in range(num_groups))
         )
@@ -117,7 +117,6 @@ def group_batch(
     slots: torch.Tensor,
     block_tables: torch.Tensor,
     block_tables_host: npt.NDArray[np.int32],
-    state_rows: torch.Tensor,
 ) -> ForwardBatch:
     """The batch as one of several cache groups sees it."""
     return ForwardBatch(
@@ -132,5 +131,5 @@ def group_batch(
         query_lens_host=batch.query_lens_host,
         context_lens_host=batch.context_lens_host,
         block_tables_host=block_tables_host,
-        state_rows=state_rows,
+        state_rows=batch.state_rows,
     )

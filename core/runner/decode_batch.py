@@ -95,6 +95,7 @@ class DecodeBatch:
             query_lens_host=np.ones(size, np.int32),
             context_lens_host=np.full(size, self._max_len, np.int32),
             block_tables_host=np.zeros((size, self._tables[0].shape[1]), np.int32),
+            state_rows=self.rows[:size],
         )
         if self._num_groups > 1:
             batch.groups = tuple(
@@ -103,7 +104,6 @@ class DecodeBatch:
                     slots=self._slots[table][:size],
                     block_tables=self._tables[table][:size],
                     block_tables_host=batch.block_tables_host,
-                    state_rows=self.rows[:size],
                 )
                 for table in (min(number, len(self._tables) - 1) for number in range(self._num_groups))
             )

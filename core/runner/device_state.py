@@ -43,9 +43,9 @@ class DeviceState:
     """The speculator on the device; None: there is none."""
 
     pool: KVPool = field(init=False)
-    """Of the first group."""
+    """Of the first group; a StatePool if all layers keep a state."""
     attention: AttentionBackend[Any, Any] = field(init=False)
-    """Of the first group."""
+    """Of the first group; None if all layers keep a state."""
 
     @pool.default
     def _first_pool(self) -> Any:
@@ -58,14 +58,14 @@ class DeviceState:
     def forward_pass(self, batch: ForwardBatch) -> ForwardPass:
         """Plan a batch in every group, and return its pass."""
         if not batch.groups:
-            plan = self.attention.plan(batch)
+            plan = None if self.attention is None else self.attention.plan(batch)
             return ForwardPass(batch=batch, attention=self.attention, plan=plan, pool=self.pool)
         return self._pass_of_groups(batch, None)
 
     def graph_pass(self, batch: ForwardBatch, slot: GraphSlot) -> ForwardPass:
         """As `forward_pass`, for the batch of a CUDA graph."""
         if not batch.groups:
-            plan = self.attention.plan(batch, slot)
+            plan = None if self.attention is None else self.attention.plan(batch, slot)
             return ForwardPass(batch=batch, attention=self.attention, plan=plan, pool=self.pool)
         return self._pass_of_groups(batch, slot)
 

@@ -95,9 +95,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide `budget` bytes; the KV cache gets at most as many blocks as all running sequences can fill.
 
-    kinds: of the layers that have blocks.
-    Raises CapacityError when the blocks do not hold one sequence of the longest context. Its message has a table of the
-    budget, and the longest context that fits.
+    kinds: of the layers that have blocks. states: bytes of the states of `max_running` sequences and of padding.
+    Raises CapacityError when the blocks do not hold one sequence of the longest context, or the states do not fit. Its
+    message has a table of the budget, and the longest context and the number of states that fit.
     """
     block_size, max_chunk = config.cache.block_size, config.scheduler.max_batch_tokens
     needed = blocks_needed(kinds, -(-max_len // block_size), block_size, max_chunk)
@@ -112,11 +112,17 @@ def plan_memory(
     if num_blocks < needed or available < 0:
         used = {"weights": weights, "activations": activations, "penalties": penalties}
         used |= {"compiled kernels": kernels} if kernels else {}
-        used |= {"states": states} if states else {}
+        fewer = 0
+        if states:
+            used |= {"states": states}
+            room = available + states - needed * bytes_per_block if config.cache.memory == AUTO else 0
+            fewer = room // (states // (config.scheduler.max_running + 1)) - 1  # for the padding row
+        if not kinds:
+            raise CapacityError(_too_many_states(config.scheduler.max_running, budget, used, fewer))
         fits = 0
-        if kinds and available > 0:
+        if available > 0:
             fits = longest_context(kinds, available // bytes_per_block, block_size, max_chunk)
-        raise CapacityError(_too_small(max_len, budget, used, available, needed * bytes_per_block, fits))
+        raise CapacityError(_too_small(max_len, budget, used, available, needed * bytes_per_block, fits, fewer))
     return MemoryPlan(
         budget=budget,
         weights=weights,
@@ -130,21 +136,40 @@ def plan_memory(
     )
 
 
-def _too_small(max_len: int, budget: int, used: Mapping[str, int], available: int, needed: int, fits: int) -> str:
-    """needed: bytes of one context of `max_len`. fits: tokens of the longest context that fits."""
-    table = "\n".join(
-        f"  {name:<26}{format_bytes(size):>12}"
-        for name, size in (
-            ("memory budget", budget),
-            *used.items(),
-            ("left for the KV cache", available),
-            (f"one context of {max_len}", needed),
-        )
+def _too_small(
+    max_len: int, budget: int, used: Mapping[str, int], available: int, needed: int, fits: int, fewer: int
+) -> str:
+    """needed: bytes of one context of `max_len`. fits: tokens of the longest context that fits. fewer: sequences whose
+    states leave room for one context of `max_len`, if above 0."""
+    table = _table(
+        {
+            "memory budget": budget,
+            **used,
+            "left for the KV cache": available,
+            f"one context of {max_len}": needed,
+        }
     )
+    fewer_states = f"with the states of {fewer} running sequences it does: use --max-running {fewer}; or else, "
     advice = (
         f"the longest context that fits is {fits}: use --max-len {fits}, or give more memory with --kv-memory "
         "or --memory-fraction"
         if fits
         else "no context fits: give more memory with --kv-memory or --memory-fraction, or lower --max-batch-tokens"
     )
+    advice = f"{fewer_states}{advice}" if fewer > 0 else advice
     return f"the KV cache does not hold one context of {max_len} tokens:\n{table}\n{advice}"
+
+
+def _too_many_states(max_running: int, budget: int, used: Mapping[str, int], fewer: int) -> str:
+    """The error of a model whose layers all keep a state. fewer: sequences whose states fit, if above 0."""
+    advice = (
+        f"those of {fewer} fit: use --max-running {fewer}, or give more memory with --memory-fraction"
+        if fewer > 0
+        else "not even those of one fit: give more memory with --memory-fraction, or lower --max-batch-tokens"
+    )
+    table = _table({"memory budget": budget, **used})
+    return f"the memory does not hold the states of {max_running} running sequences:\n{table}\n{advice}"
+
+
+def _table(sizes: Mapping[str, int]) -> str:
+    return "\n".join(f"  {name:<26}{format_bytes(size):>12}" for name, size in sizes.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve
@@ -109,7 +109,10 @@ class RunnerStart:
         self._spec = attention_spec(*shape)
         self.layout = cache_layout(*shape)
         """Which layers share block tables."""
-        self._attention = self.checks.attention(parts.attention, self.layout)
+        self._attention: Any = None
+        """Makes the attention backend of a cache group; None if all layers keep a state."""
+        if parts.attention is not None:
+            self._attention = self.checks.attention(parts.attention, self.layout)
         self.layers: LayerFactory | None = None
         """The factory that made the model's layers, once the model is made."""
         self._drafter: DrafterStart | None = None
@@ -170,9 +173,11 @@ class RunnerStart:
                 with phases.phase("warm_up"), self._name_fault("the warm-up"):
                     self._warm_up(state)
         except torch.OutOfMemoryError as error:
+            sizes = {"KV cache": plan.kv, "states": plan.states}
+            caches = ", ".join(f"the {name} of {format_bytes(size)}" for name, size in sizes.items() if size)
+            settings = "--memory-fraction, --kv-memory or --max-running" if plan.kv else "--max-running"
             raise CapacityError(
-                f"the KV cache of {format_bytes(plan.kv)} and the CUDA graphs do not fit on {self._name} together;"
-                " use a lower --memory-fraction, --kv-memory or --max-running"
+                f"{caches} and the CUDA graphs do not fit on {self._name} together; use a lower {settings}"
             ) from error
         if has_kernels:
             end_compile_ahead(self._config)
@@ -230,9 +235,15 @@ class RunnerStart:
         try:
             peak = self._measure_trial_step(model, kv_scales, tokens)
         except torch.OutOfMemoryError as error:
+            states, fewer = "", ""
+            if self.layout.states:
+                states, fewer = (
+                    f" and the states of {self._config.scheduler.max_running} sequences",
+                    " or --max-running",
+                )
             raise CapacityError(
-                f"a step of {tokens} tokens does not fit on {self._name} next to the weights; "
-                "use a lower --max-batch-tokens or a smaller model"
+                f"a step of {tokens} tokens does not fit on {self._name} next to the weights{states}; "
+                f"use a lower --max-batch-tokens{fewer} or a smaller model"
             ) from error
         torch.cuda.empty_cache()
         rows = min(max_sampling_rows(self._config, speculates=self._speculates), tokens)
@@ -322,7 +333,7 @@ class RunnerStart:
     def _make_state(self, model: Model, num_blocks: int, kv_scales: tuple[KVScales, ...]) -> DeviceState:
         """The caches, with `num_blocks` blocks, and all else that is kept between steps."""
         max_running, device = self._config.scheduler.max_running, torch.device(self._name)
-        options, layout = self._parts.options["attention"], self.layout
+        options, layout = self._parts.options.get("attention"), self.layout
         pools = layout.make_pools(num_blocks, self._name, kv_scales)
         groups = []
         for group, pool in zip(layout.groups, pools, strict=True):
@@ -339,7 +350,8 @@ class RunnerStart:
         persistent_batch = PersistentBatch(
             max_running=max_running,
             max_len=self._spec.max_len,
-            block_size=self._spec.block_size,
+            # Nothing reads the block tables of a model without blocks: one column is enough.
+            block_size=self._spec.block_size if layout.kinds else self._spec.max_len,
             scratch_block=num_blocks,
             device=device,
             groups_by_kind=[kind.groups for kind in layout.kinds],
@@ -377,6 +389,7 @@ class RunnerStart:
             kinds=self.layout.kinds,
             states=sum(len(group.layers) for group in self.layout.states),
             state_bytes=plan.states,
+            state_rows=self._config.scheduler.max_running if self.layout.states else 0,
             blocks_per_context=plan.blocks_per_context,
             weights_bytes=plan.weights,
             activation_bytes=plan.activations,
@@ -394,8 +407,9 @@ class RunnerStart:
     @contextmanager
     def _name_fault(self, call: str) -> Iterator[None]:
         """Name the plugin that raised an error in the `with` block; if it is unknown, name all that take part."""
-        model, attention, quant = map(self._parts.owner, ("models", "attention", "quant"))
-        with blame(f"{model}, {attention} or {quant}", call, TRACEBACK):
+        points = ("models", "quant") if self._parts.attention is None else ("models", "attention", "quant")
+        *others, last = map(self._parts.owner, points)
+        with blame(f"{', '.join(others)} or {last}", call, TRACEBACK):
             try:
                 yield
             except BaseException as error:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import frozen
 
+from engine.core.errors import ConfigError
 from engine.core.layers.base import torch_dtype
 from engine.core.plugin_host.derived import use_graphs
 from engine.core.runner.device_state import StepGraphs
@@ -34,11 +35,19 @@ class GraphStart:
     speculates: bool
 
     def make(self, state: DeviceState) -> tuple[StepGraphs, GraphCapturer | None]:
-        """The graphs that the configuration, the device and the attention backend allow, and what captures them."""
+        """The graphs that the configuration, the device and the attention backend allow, and what captures them.
+
+        Raises ConfigError where piecewise graphs are required, but layers keep a state.
+        """
         groups = state.groups if state.drafter is None else (*state.groups, *state.drafter.groups)
-        backends = [group.attention for group in groups if group.attention is not None]
-        if not backends or not all(use_graphs(self.config, backend, state.model, self.device) for backend in backends):
+        backends = [group.attention for group in groups if group.attention is not None] or [None]
+        if not all(use_graphs(self.config, backend, state.model, self.device) for backend in backends):
             return StepGraphs(), None
+        if self.config.executor.graphs == "on" and self.layout.states:
+            raise ConfigError(
+                "piecewise CUDA graphs were asked for (--graphs on), but layers of this model keep a state, and what"
+                " they compute for prefill chunks depends on the lengths of the chunks; use --graphs decode or auto"
+            )
         from engine.core.runner.cuda_graphs import DecodeGraphs
         from engine.core.runner.graph_capture import GraphCapturer
         from engine.core.runner.piecewise_graphs import PiecewiseGraphs
@@ -56,7 +65,7 @@ class GraphStart:
             windows=[kind.window for kind in self.layout.kinds for _ in range(kind.groups)],
             max_drafts=self.config.speculator.max_drafts if self.speculates else 0,
         )
-        if self.config.executor.graphs == "decode" or self.layout.states:  # a state is computed by sequence
+        if self.config.executor.graphs == "decode" or self.layout.states:
             return StepGraphs(decode=decode), capturer
         piecewise = PiecewiseGraphs(state, capturer, max_batch_tokens=scheduler.max_batch_tokens, device=device)
         return StepGraphs(decode=decode, piecewise=piecewise), capturer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from engine.core.schedulers.block_kinds import longest_context, span
+from engine.core.schedulers.block_kinds import MAX_INDICES, longest_context, span
 from engine.core.schedulers.block_manager import NEVER, BlockManager
 from engine.core.schedulers.cache_observer import CacheObserver
 from engine.core.schedulers.hash_chain import HashChain
@@ -100,6 +100,8 @@ class GroupedBlockManager(BlockManager):
         return sum(len(table.entries) * kind.groups for table, kind in zip(tables, self.kinds, strict=True))
 
     def capacity(self, sequence: int) -> int:
+        if not self.kinds:  # of a model whose layers all keep a state: a decoding sequence needs no event
+            return MAX_INDICES * self.block_size
         return self._sequences[sequence].length * self.block_size
 
     def unfilled_slots(self, sequence: int, num_tokens: int) -> int:

@@ -54,6 +54,8 @@ class CacheInfo:
     """Layers that keep a state per sequence instead of blocks. If there are any, no prefix can be reused."""
     state_bytes: int = 0
     """Bytes of the states of all running sequences."""
+    state_rows: int = 0
+    """Sequences whose states there is memory for."""
     blocks_per_context: int = 0
     """Maximum blocks of one context of full length."""
     cost: ModelCost | None = None

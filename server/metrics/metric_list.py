@@ -74,8 +74,8 @@ def _cache_config(report: ReplicaReport) -> list[Sample]:
     cache = report.engine.cache
     if cache is None:
         return []
-    kind = cache.kv_dtype or cache.dtype
-    return [((str(cache.block_size), str(cache.num_blocks), kind, str(report.engine.prefix_caching)), 1)]
+    kind, reuses = cache.kv_dtype or cache.dtype, report.engine.prefix_caching and not cache.states
+    return [((str(cache.block_size), str(cache.num_blocks), kind, str(reuses)), 1)]
 
 
 def _graph_replays(report: ReplicaReport) -> Iterator[Sample]:
@@ -216,7 +216,7 @@ REPLICA_METRICS: tuple[Metric[ReplicaReport], ...] = (
     _of_engine(
         "gauge",
         "kv_cache_usage_perc",
-        "Share of KV blocks in use, 0 to 1.",
+        "Share of KV blocks in use, 0 to 1; 0 for a model whose layers all keep a state.",
         lambda engine: engine.stats.blocks_used / max(1, engine.stats.blocks_total),
         vllm=VllmName(name="kv_cache_usage_perc"),
     ),

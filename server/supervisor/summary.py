@@ -22,25 +22,15 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
     started: the message of the replica that took longest to load.
     """
     cache = started.cache
-    several = len(cache.kinds) > 1 or cache.states or cache.kinds[0].window is not None
-    contexts = cache.num_blocks * cache.block_size / started.max_len
-    if several and cache.blocks_per_context:
-        contexts = cache.num_blocks / cache.blocks_per_context
     plugins = [
         (choice.extension_point, choice.name, f"{choice.provenance}: {choice.reason}") for choice in started.choices
     ]
-    stored = "" if cache.kv_dtype in ("", cache.dtype) else f", in {cache.kv_dtype}"
     memory = [
         ("weights", format_bytes(cache.weights_bytes), ""),
         ("activations", format_bytes(cache.activation_bytes), ""),
         ("penalties", format_bytes(cache.penalty_bytes), "at most, for requests with penalties"),
         *([("kernels", format_bytes(cache.kernel_bytes), "oneDNN's, at most")] if cache.kernel_bytes else []),
-        (
-            "KV cache",
-            format_bytes(cache.kv_bytes),
-            f"{cache.num_blocks} blocks of {cache.block_size} tokens, {contexts:.1f} contexts of full length{stored}",
-        ),
-        *(_kinds(cache) if several else []),
+        *_caches(cache, started.max_len),
         ("budget", format_bytes(cache.budget_bytes), ""),
     ]
     phases = phase_times(cache.phases)
@@ -67,16 +57,24 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
     )
 
 
-def _kinds(cache: CacheInfo) -> list[tuple[str, str, str]]:
-    """What each kind of layers takes of the cache."""
-    rows = []
-    for kind in cache.kinds:
+def _caches(cache: CacheInfo, max_len: int) -> list[tuple[str, str, str]]:
+    """What the layers keep: the KV cache, what each of several kinds of layers takes of it, and states."""
+    states = f"{cache.states} layers, a state per sequence for {cache.state_rows} sequences; so no prefix is reused"
+    if not cache.kinds:
+        return [("states", format_bytes(cache.state_bytes), states)]
+    several = len(cache.kinds) > 1 or cache.states or cache.kinds[0].window is not None
+    contexts = cache.num_blocks * cache.block_size / max_len
+    if several and cache.blocks_per_context:
+        contexts = cache.num_blocks / cache.blocks_per_context
+    stored = "" if cache.kv_dtype in ("", cache.dtype) else f", in {cache.kv_dtype}"
+    blocks = f"{cache.num_blocks} blocks of {cache.block_size} tokens, {contexts:.1f} contexts of full length{stored}"
+    rows = [("KV cache", format_bytes(cache.kv_bytes), blocks)]
+    for kind in cache.kinds if several else ():
         kept = "the whole context" if kind.window is None else f"the last {kind.window} tokens"
         each = "1 block" if kind.groups == 1 else f"{kind.groups} blocks"
         rows.append((f"  {kind.name}", f"{kind.layers} layers", f"keep {kept}, {each} per {cache.block_size} tokens"))
     if cache.states:
-        note = f"{cache.states} layers, a state per sequence; so no prefix is reused"
-        rows.append(("  states", format_bytes(cache.state_bytes), note))
+        rows.append(("  states", format_bytes(cache.state_bytes), states))
     return rows
 
 

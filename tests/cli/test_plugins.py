@@ -16,6 +16,7 @@ from engine.core.hooks import hookimpl
 from engine.core.plugin_host import load
 from engine.core.schedulers.policy import API, SchedulingPolicy
 from engine.plugins.attention.torch import TorchAttention
+from tests.core.runner import state_models
 
 
 class Fussy(SchedulingPolicy):
@@ -154,6 +155,14 @@ def test_check_asks_two_that_are_named_together(run: Any, with_extra: Any, engin
     point, status, reason = verdict("torch,nothing")
     assert (point, status) == ("attention", "broken")
     assert "there is no attention plugin 'nothing'" in reason
+
+
+def test_check_asks_about_the_model_class_that_is_named(engine_checkpoint: Path) -> None:
+    config = EngineConfig(model=ModelConfig(path=str(engine_checkpoint), name="states"))
+    verdicts = check_all(config, load.load_plugins(extra=[state_models]))
+    reasons = {one.reason for one in verdicts if one.extension_point == "attention"}
+    assert len(reasons) == 1
+    assert next(iter(reasons)).startswith("all layers of this model keep a state, and none has attention")
 
 
 def test_check_without_a_readable_model_still_loads_every_class(tmp_path: Path) -> None:

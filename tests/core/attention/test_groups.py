@@ -126,11 +126,12 @@ def test_pools_of_windows_take_no_memory_on_a_cpu_until_they_are_written() -> No
 
 def test_ranks_share_heads_and_states_but_not_latent_keys() -> None:
     latent = KVShape(num_heads=4, num_kv_heads=1, head_dim=24, value_head_dim=16, latent=True)
-    caches = (KVShape(num_heads=4, num_kv_heads=2, head_dim=8), latent, StateShape(tensors=(((4, 3), "float32"),)))
+    state = StateShape(tensors=(((4, 3), "float32"), ((5,), "int64"), ((), "bool")), replicated=(False, True, True))
+    caches = (KVShape(num_heads=4, num_kv_heads=2, head_dim=8), latent, state)
     found = layout(spec((None,) * 3, layer_caches=caches), ranks=2)
     heads = [(group.spec.num_heads, group.spec.num_kv_heads) for group in found.groups]
     assert heads == [(2, 1), (2, 1)]
-    assert found.states[0].tensors == (((2, 3), "float32"),)
+    assert found.states[0].tensors == (((2, 3), "float32"), ((5,), "int64"), ((), "bool"))
 
 
 def test_groups_have_the_sinks_of_their_layers() -> None:

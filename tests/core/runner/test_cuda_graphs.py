@@ -381,9 +381,16 @@ def test_use_graphs_needs_a_capable_backend_model_and_device(caplog: pytest.LogC
     assert not use_graphs(config("auto"), able, model, cpu)
     assert not use_graphs(config("off"), able, model, cuda)
     assert not use_graphs(config("auto"), able, waiting, cuda)
+    assert use_graphs(config("auto"), None, model, cuda)
     assert "steps run without CUDA graphs: Llama waits for the device" in caplog.text
     for wanted in ("on", "decode"):
-        for backend, made, device in ((unable, model, cuda), (able, model, cpu), (able, waiting, cuda)):
+        for backend, made, device in (
+            (unable, model, cuda),
+            (able, model, cpu),
+            (able, waiting, cuda),
+            (None, model, cpu),
+            (None, waiting, cuda),
+        ):
             with pytest.raises(ConfigError, match="graphs were asked for, but"):
                 use_graphs(config(wanted), backend, made, device)
 

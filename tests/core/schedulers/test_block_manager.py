@@ -103,6 +103,14 @@ def test_shrink_frees_the_last_blocks_of_every_kind_and_keeps_the_window() -> No
     manager.check()
 
 
+def test_a_manager_without_kinds_gives_no_blocks_and_room_without_end() -> None:
+    manager = GroupedBlockManager(0, BLOCK_SIZE, (), max_chunk=16, prefix_caching=False)
+    assert manager.allocate(1, 10**6) == []
+    assert manager.capacity(1) == manager.max_tokens > 10**9
+    assert (manager.num_held(1), manager.table(1), manager.updates) == (0, (), {})
+    manager.check()
+
+
 def test_lookup_finds_the_longest_equal_prefix() -> None:
     manager = make_manager(16)
     first = list(range(10))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.core.histogram import Histogram
@@ -339,6 +340,9 @@ def test_the_kv_cache_is_described_by_labels() -> None:
     text = exporter(board(), report, names="both").text().decode()
     assert 'replica="0",block_size="16",num_blocks="8",cache_dtype="x",prefix_caching="True"} 1.0' in text
     assert 'engine="0",block_size="16",num_gpu_blocks="8",cache_dtype="x",enable_prefix_caching="True"} 1.0' in text
+    report = EngineReport(up=True, stats=EngineStats(), cache=evolve(cache, states=2), prefix_caching=True)
+    text = exporter(board(), report).text().decode()
+    assert 'prefix_caching="False"} 1.0' in text, "a model with states reuses no prefix"
 
 
 def test_graphs_are_exported_only_where_there_are_some() -> None:

@@ -62,6 +62,17 @@ def test_summary_names_the_dtype_of_a_quantized_cache(fake_config: Callable[...,
         assert said in summary(started, fake_config(), "http://h:1")
 
 
+def test_summary_says_for_how_many_sequences_there_are_states(fake_config: Callable[..., EngineConfig]) -> None:
+    some = evolve(STARTED.cache, states=3, state_bytes=2**20, state_rows=7, blocks_per_context=16)
+    alone = evolve(some, kinds=(), num_blocks=0, kv_bytes=0, blocks_per_context=0)
+    texts = [summary(replace(STARTED, cache=cache), fake_config(), "http://h:1") for cache in (some, alone)]
+    for text in texts:
+        lines = [" ".join(line.split()) for line in text.splitlines()]
+        assert "states 1.00 MiB 3 layers, a state per sequence for 7 sequences; so no prefix is reused" in lines
+    assert "64 blocks of 16 tokens, 4.0 contexts of full length\n" in texts[0]
+    assert "KV cache" not in texts[1]
+
+
 def test_curl_command_is_valid_shell_without_secrets(fake_config: Callable[..., EngineConfig]) -> None:
     words = shlex.split(curl(fake_config(), "http://h:1"))
     assert words[:2] == ["curl", "http://h:1/v1/completions"]
