@@ -50,6 +50,7 @@ class Detokenizer:
         """keep: special tokens that stay in the text, whatever `params` say."""
         self._stream = TokenStream(tokenizer, params.skip_special_tokens, prompt, keep)
         self._stops = params.stop
+        self._first_characters = frozenset(stop[0] for stop in params.stop)
         self._min_tokens = params.min_tokens
         self._emitted = 0  # characters returned so far
         self._held = ""  # text that may be the beginning of a stop string
@@ -118,6 +119,9 @@ class Detokenizer:
 
     def _emit(self, new: str) -> str:
         """Append to the held text; returns what of it can be emitted, and finishes the text at a stop string."""
+        if not self._held and self._first_characters.isdisjoint(new):  # no stop string can begin here
+            self._emitted += len(new)
+            return new
         held, old = self._held + new, len(self._held)
         stop = _first_stop(held, old, self._stops) if self.num_tokens > self._min_tokens else None
         if stop is None:
