@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from attrs import frozen
 
+from engine.core.text.partial_match import partial_match
 from engine.core.text.token_stream import TokenStream
 from engine.core.text.tokenizer import Tokenizer
 from engine.core.types import FINISH_STOP, FinishReason, Output, SamplingParams, TokenLogprobs
@@ -125,7 +126,7 @@ class Detokenizer:
         held, old = self._held + new, len(self._held)
         stop = _first_stop(held, old, self._stops) if self.num_tokens > self._min_tokens else None
         if stop is None:
-            end = _partial_stop(held, self._stops)
+            end = partial_match(held, self._stops)
             self._held = held[end:]
         else:
             end, self.stop_string = stop
@@ -143,14 +144,3 @@ def _first_stop(text: str, old: int, stops: Iterable[str]) -> tuple[int, str] | 
         return None
     _, start, stop = min(found)
     return start, stop
-
-
-def _partial_stop(text: str, stops: Iterable[str]) -> int:
-    """Start of the longest suffix of `text` that is a proper prefix of a stop string; len(text) if there is none."""
-    earliest = len(text)
-    for stop in stops:
-        start = text.find(stop[0], max(0, len(text) - len(stop) + 1), earliest)
-        while start >= 0 and not stop.startswith(text[start:]):
-            start = text.find(stop[0], start + 1, earliest)
-        earliest = earliest if start < 0 else start
-    return earliest
