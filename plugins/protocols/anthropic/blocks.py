@@ -35,7 +35,7 @@ class BlockSequence:
         self._show_thinking = show_thinking
         self._open: str | None = None
         """Type of the open block."""
-        self._index = -1
+        self.index = -1
         """Index of the block that started last."""
         self._hidden: list[str] = []
         """Text of the open thinking block, if it is not shown."""
@@ -87,18 +87,18 @@ class BlockSequence:
             hidden, self._hidden = "".join(self._hidden), []
             yield self._delta("signature_delta", "signature", signature.carrying(hidden) if hidden else signature.SHOWN)
         self._open = None
-        yield {"type": "content_block_stop", "index": self._index}
+        yield {"type": "content_block_stop", "index": self.index}
 
     def _open_block(self, kind: str, fields: Mapping[str, Any]) -> Iterator[BlockEvent]:
         if self._open == kind:
             return
         yield from self.end()
         self._open = kind
-        self._index += 1
-        yield {"type": "content_block_start", "index": self._index, "content_block": {"type": kind, **fields}}
+        self.index += 1
+        yield {"type": "content_block_start", "index": self.index, "content_block": {"type": kind, **fields}}
 
     def _delta(self, kind: str, name: str, text: str) -> BlockEvent:
-        return {"type": "content_block_delta", "index": self._index, "delta": {"type": kind, name: text}}
+        return {"type": "content_block_delta", "index": self.index, "delta": {"type": kind, name: text}}
 
 
 @define

@@ -137,13 +137,17 @@ class _TextTemplates(dict[int, Template]):
     def __init__(self, blocks: BlockSequence) -> None:
         super().__init__()
         self._blocks = blocks
+        self._block = -1
+        """Index of the block that `_template` is for."""
         self._template = Template(b"", b"")
 
     def __getitem__(self, choice: int) -> Template:
         opening = self._blocks.begin_text()
-        if not opening and self._template.before:
+        if self._block != self._blocks.index:
+            self._block = self._blocks.index
+            self._template = Template.of(lambda text: _event(self._blocks.text_delta(text)))
+        if not opening:
             return self._template
-        self._template = Template.of(lambda text: _event(self._blocks.text_delta(text)))
         return Template(b"".join(map(_event, opening)) + self._template.before, self._template.after)
 
 

@@ -142,7 +142,9 @@ def test_further_text_is_an_event_of_the_open_block_or_begins_one() -> None:
     others(Delta(0, events=CALL))
     assert text("d")[-1] == delta(2, "d")
     assert text("e") == [delta(2, "e")]
-    assert others(last()) == [{"type": "content_block_stop", "index": 2}]
+    others(Delta(0, events=[*CALL, Content("f")]))
+    assert text("g") == [delta(4, "g")]
+    assert others(last()) == [{"type": "content_block_stop", "index": 4}]
 
 
 def test_a_stream_with_nothing_to_send_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
