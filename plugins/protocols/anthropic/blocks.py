@@ -51,9 +51,9 @@ class BlockSequence:
         """The block events of the parser's next event."""
         match event:
             case Reasoning() if event.text:
-                yield from self._open_block(THINKING, {"thinking": "", "signature": ""})
+                yield from self.begin_thinking()
                 if self._show_thinking:
-                    yield self._delta("thinking_delta", "thinking", event.text)
+                    yield self.thinking_delta(event.text)
                 else:
                     self._hidden.append(event.text)
             case Content() if event.text:
@@ -78,6 +78,14 @@ class BlockSequence:
     def text_delta(self, text: str) -> BlockEvent:
         """The event of more text, whose block is open."""
         return self._delta("text_delta", "text", text)
+
+    def begin_thinking(self) -> list[BlockEvent]:
+        """The events that must come before more thinking; none if its block is open."""
+        return list(self._open_block(THINKING, {"thinking": "", "signature": ""}))
+
+    def thinking_delta(self, text: str) -> BlockEvent:
+        """The event of more thinking, whose block is open."""
+        return self._delta("thinking_delta", "thinking", text)
 
     def end(self) -> Iterator[BlockEvent]:
         """The events that close the open block, if there is one."""
