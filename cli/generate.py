@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
+import msgspec
 import typer
 
 from engine.cli.json_output import only_json
@@ -82,7 +83,7 @@ def completion(engine: Engine, prompt: str, params: SamplingParams) -> dict[str,
         },
     }
     if done.logprobs is not None:
-        result["logprobs"] = [attrs.asdict(one) for one in done.logprobs]
+        result["logprobs"] = [msgspec.structs.asdict(one) for one in done.logprobs]
     return result
 
 

@@ -53,6 +53,15 @@ def test_first_burst_reports_each_burst_and_what_came_late(tmp_path: Path) -> No
     assert late == {"kernels_compiled while serving": 0, "graphs_captured while serving": 0}
 
 
+def test_stream_events_reports_each_kind_of_stream(tmp_path: Path) -> None:
+    file = tmp_path / "events.json"
+    done = run_script("stream_events.py", "--streams=2", "--tokens=40", "--repeat=1", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["metric"] for row in rows} >= {"plain", "four stop strings", "parsed, reasoning", "5 log probabilities"}
+    assert all(row["value"] > 0 for row in rows)
+
+
 def test_an_unknown_case_is_refused() -> None:
     done = run_script("vllm_table.py", "--cases", "gpt:none")
     assert done.returncode == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -39,12 +41,21 @@ class ForwardBatch:
     """[sequences] int32: new tokens per sequence."""
     context_lens_host: npt.NDArray[np.int32]
     """[sequences] int32."""
-    block_tables_host: npt.NDArray[np.int32]
-    """[sequences, max_blocks] int32."""
+    _block_tables_host: npt.NDArray[np.int32] | Callable[[], npt.NDArray[np.int32]]
+    """See `block_tables_host`."""
     state_rows: torch.Tensor | None = None
     """[sequences] int64: the row of each sequence in the tensors of a StatePool."""
     groups: tuple[ForwardBatch, ...] = ()
     """The batch as each of several cache groups sees it: with the slots and block tables of the group."""
+
+    @property
+    def block_tables_host(self) -> npt.NDArray[np.int32]:
+        """[sequences, max_blocks] int32. The constructor takes it, or a function that makes it when it is first read,
+        which must be in the forward pass: few backends read it, and it is large for many sequences with one long
+        context among them."""
+        if callable(self._block_tables_host):
+            self._block_tables_host = self._block_tables_host()
+        return self._block_tables_host
 
     @property
     def num_sequences(self) -> int:

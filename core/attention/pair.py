@@ -200,7 +200,7 @@ def split_batch(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
             num_decodes=num_decodes,
             query_lens_host=batch.query_lens_host[which],
             context_lens_host=batch.context_lens_host[which],
-            block_tables_host=batch.block_tables_host[which],
+            block_tables_host=lambda: batch.block_tables_host[which],
         )
 
     # A decoding sequence has one token, so tokens [:count] and sequences [:count] are the same indices.

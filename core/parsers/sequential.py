@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 from engine.core.parsers.base import Event, Parsing
+from engine.core.text.partial_match import partial_match
 
 T = TypeVar("T")
 
@@ -83,7 +84,7 @@ class Source:
             if found is not None:
                 yield from emit(self.take(found[0]))
                 return self.take(len(found[1]))
-            yield from emit(self.take(_partial(self.unread, marks)))
+            yield from emit(self.take(partial_match(self.unread, marks)))
             if not (yield from self.more()):
                 yield from emit(self.take(len(self.unread)))
                 return None
@@ -130,14 +131,3 @@ def _first(text: str, marks: Sequence[str]) -> tuple[int, str] | None:
     """The first of `marks` in a text, and its position."""
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     return min(found) if found else None
-
-
-def _partial(text: str, marks: Sequence[str]) -> int:
-    """Where the longest end of a text begins that may be the beginning of a mark; its length if there is none."""
-    earliest = len(text)
-    for mark in marks:
-        for size in range(min(len(mark) - 1, len(text)), 0, -1):
-            if text.endswith(mark[:size]):
-                earliest = min(earliest, len(text) - size)
-                break
-    return earliest

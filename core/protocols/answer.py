@@ -122,6 +122,10 @@ class AnswerWriter(ABC):
         """The event of each choice for further content and nothing else; None: `events` builds these too."""
         return None
 
+    def reasoning_templates(self) -> Mapping[int, Template] | None:
+        """As `templates`, for further reasoning and nothing else."""
+        return None
+
     def error_event(self, error: ApiError) -> bytes:
         """The last event of a stream that failed after its first event; nothing follows."""
         return error_event(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,12 +39,11 @@ def build_batch(
     query_starts = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(counts, out=query_starts[1:])
 
-    owners = np.repeat(np.arange(len(rows)), counts)
+    token_rows = np.repeat(rows, counts)
     positions = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1] - starts, counts)
     size = persistent_batch.block_size
     width = -(-int(ends.max()) // size)
-    tables = persistent_batch.host_tables[rows, :width]
-    slots = tables[owners, positions // size].astype(np.int64) * size + positions % size
+    slots = persistent_batch.host_tables[token_rows, positions // size].astype(np.int64) * size + positions % size
     known = [persistent_batch.known(chunk.sequence, chunk.start, chunk.start + chunk.count) for chunk in step.chunks]
     known += [np.array(part.tokens, np.int64) for part in step.drafts]
     sampling = np.ones(num_others, bool)
@@ -64,9 +65,8 @@ def build_batch(
         *persistent_batch.take_changes(),
     ]
     if num_groups > 1:
-        group_tables = persistent_batch.group_host_tables[:, rows, :width]
-        group_slots = group_tables[:, owners, positions // size].astype(np.int64) * size + positions % size
-        arrays.append(group_slots)
+        tables = persistent_batch.group_host_tables
+        arrays.append(tables[:, token_rows, positions // size].astype(np.int64) * size + positions % size)
     (
         device_rows,
         device_sampling_rows,
@@ -95,7 +95,7 @@ def build_batch(
         num_decodes=num_decodes,
         query_lens_host=counts.astype(np.int32),
         context_lens_host=ends.astype(np.int32),
-        block_tables_host=tables,
+        block_tables_host=partial(persistent_batch.block_tables, rows, width),
         state_rows=device_rows,
     )
     if device_group_slots is not None:
@@ -104,9 +104,9 @@ def build_batch(
                 batch,
                 slots=device_group_slots[table],
                 block_tables=persistent_batch.group_tables[table, device_rows, :width],
-                block_tables_host=group_tables[table],
+                block_tables_host=partial(persistent_batch.block_tables, rows, width, table),
             )
-            for table in (min(number, len(group_tables) - 1) for number in range(num_groups))
+            for table in (min(number, len(persistent_batch.group_tables) - 1) for number in range(num_groups))
         )
     return batch, device_sampling_rows
 
@@ -116,7 +116,7 @@ def group_batch(
     *,
     slots: torch.Tensor,
     block_tables: torch.Tensor,
-    block_tables_host: npt.NDArray[np.int32],
+    block_tables_host: npt.NDArray[np.int32] | Callable[[], npt.NDArray[np.int32]],
 ) -> ForwardBatch:
     """The batch as one of several cache groups sees it."""
     return ForwardBatch(

@@ -262,8 +262,7 @@ class Drafter:
         placed = positions < limits
         at = np.where(placed, positions, 0)
         width = int(at.max()) // size + 1
-        tables = persistent_batch.host_tables[rows, :width]
-        slots = tables[np.arange(count), at // size].astype(np.int64) * size + at % size
+        slots = persistent_batch.host_tables[rows, at // size].astype(np.int64) * size + at % size
         slots[~placed] = self._scratch
         ends, lengths = (at + 1).astype(np.int32), np.ones(count, np.int32)
         starts = np.arange(count + 1, dtype=np.int32)
@@ -279,7 +278,7 @@ class Drafter:
             num_decodes=count,
             query_lens_host=lengths,
             context_lens_host=ends,
-            block_tables_host=tables,
+            block_tables_host=partial(persistent_batch.block_tables, rows, width),
         )
 
 

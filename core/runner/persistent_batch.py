@@ -162,6 +162,11 @@ class PersistentBatch:
         running = self._sequences
         return np.fromiter((running[sequence].row for sequence in sequences), np.int64, len(sequences))
 
+    def block_tables(self, rows: npt.NDArray[np.int64], width: int, group: int = 0) -> npt.NDArray[np.int32]:
+        """The first `width` entries of the block tables of these rows, in a cache group: [len(rows), width]."""
+        tables: npt.NDArray[np.int32] = self.group_host_tables[group][rows, :width]
+        return tables
+
     def capacities(self, sequences: Sequence[int]) -> npt.NDArray[np.int64]:
         """Tokens that the blocks of sequences hold, by their tables of the first kind: [len(sequences)]."""
         running = (self._sequences[sequence] for sequence in sequences)

@@ -78,7 +78,8 @@ class VerifiedDrafts:
     def to_host(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[TokenLogprobs, ...], ...]]:
-        """StepResult.verified and verified_logprobs. tokens, logprobs: of all rows of the batch."""
+        """StepResult.verified and verified_logprobs. tokens, logprobs: of all rows of the batch; without log
+        probabilities, `logprobs` is empty."""
         (accepted,) = self.accepted.wait()
         at = self.rows.num_before
         verified: list[tuple[int, ...]] = []
@@ -88,6 +89,7 @@ class VerifiedDrafts:
             if NO_TOKEN in found:  # the drafts that the device accepted after NO_TOKEN are arbitrary
                 found = found[: found.index(NO_TOKEN) + 1]
             verified.append(tuple(found))
-            entries.append(tuple(entry for entry in logprobs[at : at + len(found)] if entry is not None))
+            if logprobs:
+                entries.append(tuple(entry for entry in logprobs[at : at + len(found)] if entry is not None))
             at += count
         return tuple(verified), tuple(entries) if any(entries) else ()

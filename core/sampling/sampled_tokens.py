@@ -71,15 +71,16 @@ class SampledTokens:
 
     def to_host(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Wait for the tokens (NO_TOKEN for rows whose logits were not finite), and for the log probabilities of the
-        rows that asked (None for the others)."""
+        rows that asked (None for the others; empty if none did)."""
         device_tokens, max_logits, *logprobs = self._copy.wait()
         tokens = _tokens(device_tokens, max_logits)
+        if (request := self._logprobs) is None:
+            return tokens, []
         entries: list[TokenLogprobs | None] = [None] * len(tokens)
-        if (request := self._logprobs) is not None:
-            chosen = [tokens[row] for row in request.host_rows]
-            made = token_logprobs(chosen, request.counts, *logprobs)
-            for row, entry in zip(request.host_rows, made, strict=True):
-                entries[row] = entry
+        chosen = [tokens[row] for row in request.host_rows]
+        made = token_logprobs(chosen, request.counts, *logprobs)
+        for row, entry in zip(request.host_rows, made, strict=True):
+            entries[row] = entry
         return tokens, entries
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from attrs import frozen
 
+from engine.core.text.partial_match import partial_match
 from engine.core.text.token_stream import TokenStream
 from engine.core.text.tokenizer import Tokenizer
 from engine.core.types import FINISH_STOP, FinishReason, Output, SamplingParams, TokenLogprobs
@@ -50,6 +51,7 @@ class Detokenizer:
         """keep: special tokens that stay in the text, whatever `params` say."""
         self._stream = TokenStream(tokenizer, params.skip_special_tokens, prompt, keep)
         self._stops = params.stop
+        self._first_characters = frozenset(stop[0] for stop in params.stop)
         self._min_tokens = params.min_tokens
         self._emitted = 0  # characters returned so far
         self._held = ""  # text that may be the beginning of a stop string
@@ -118,10 +120,13 @@ class Detokenizer:
 
     def _emit(self, new: str) -> str:
         """Append to the held text; returns what of it can be emitted, and finishes the text at a stop string."""
+        if not self._held and self._first_characters.isdisjoint(new):  # no stop string can begin here
+            self._emitted += len(new)
+            return new
         held, old = self._held + new, len(self._held)
         stop = _first_stop(held, old, self._stops) if self.num_tokens > self._min_tokens else None
         if stop is None:
-            end = _partial_stop(held, self._stops)
+            end = partial_match(held, self._stops)
             self._held = held[end:]
         else:
             end, self.stop_string = stop
@@ -139,14 +144,3 @@ def _first_stop(text: str, old: int, stops: Iterable[str]) -> tuple[int, str] | 
         return None
     _, start, stop = min(found)
     return start, stop
-
-
-def _partial_stop(text: str, stops: Iterable[str]) -> int:
-    """Start of the longest suffix of `text` that is a proper prefix of a stop string; len(text) if there is none."""
-    earliest = len(text)
-    for stop in stops:
-        start = text.find(stop[0], max(0, len(text) - len(stop) + 1), earliest)
-        while start >= 0 and not stop.startswith(text[start:]):
-            start = text.find(stop[0], start + 1, earliest)
-        earliest = earliest if start < 0 else start
-    return earliest

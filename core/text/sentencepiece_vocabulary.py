@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from engine.core.errors import CheckpointError, InvalidRequestError
 from engine.core.extras import install_command
 from engine.core.text.token_cache import AddedText, Separators
-from engine.core.text.vocabulary import BYTE_TOKEN, NO_ID, Vocabulary, not_unicode
+from engine.core.text.vocabulary import BYTE_TOKEN, NO_ID, SPACE, Vocabulary, not_unicode
 
 if TYPE_CHECKING:
     from transformers import AddedToken, PreTrainedTokenizerFast
@@ -19,8 +19,6 @@ MODEL = "tokenizer.model"
 _FIRST_BYTE = b"\n"
 """Begins a file of sentencepiece. tiktoken's vocabularies, which may have the same name, are lines of text."""
 _WHITESPACE = re.compile(r"\s+")
-_SPACE = "\u2581"
-"""Stands for a space in a piece."""
 
 
 def has_sentencepiece_model(directory: Path) -> bool:
@@ -100,7 +98,7 @@ class SentencePieceVocabulary(Vocabulary):
         self._spaced = {
             token
             for token, piece in enumerate(proto.pieces)
-            if piece.piece.startswith(_SPACE) and piece.type not in (kinds.CONTROL, kinds.UNKNOWN)
+            if piece.piece.startswith(SPACE) and piece.type not in (kinds.CONTROL, kinds.UNKNOWN)
         }
         own = {token for token, piece in enumerate(proto.pieces) if piece.type in (kinds.USER_DEFINED, kinds.UNKNOWN)}
         apart = {token: about for token, about in added.items() if token not in own}
@@ -133,7 +131,7 @@ class SentencePieceVocabulary(Vocabulary):
             elif piece.type == kinds.CONTROL:
                 yield piece.piece.encode()
             else:
-                yield piece.piece.replace(_SPACE, " ").encode()
+                yield piece.piece.replace(SPACE, " ").encode()
 
     @property
     def size(self) -> int:

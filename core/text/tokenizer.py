@@ -48,6 +48,8 @@ class Tokenizer:
         self._chat_template = chat_template
         self._vocabulary = vocabulary or LibraryVocabulary(wrapped.backend_tokenizer)
         self._own_bytes: dict[int, bytes | None] = {}
+        self._bytes_after_text: dict[int, bytes] = {}
+        """Of tokens of the vocabulary that have no bytes of their own."""
         self._tables: dict[frozenset[int] | None, Mapping[int, bytes]] = {}  # by the special tokens kept; None: all
         self.special_tokens = self._vocabulary.special_tokens
         """Tokens left out of the text if `skip_special_tokens`."""
@@ -222,9 +224,11 @@ class Tokenizer:
         own = self.own_bytes(token)
         if own is not None:
             return own
-        before = self.encode("a", add_special_tokens=False)
-        known = len(self.decode_plainly(before, False))
-        return self.decode_plainly([*before, token], False)[known:].encode()
+        if token not in self._bytes_after_text:
+            before = self.encode("a", add_special_tokens=False)
+            known = len(self.decode_plainly(before, False))
+            self._bytes_after_text[token] = self.decode_plainly([*before, token], False)[known:].encode()
+        return self._bytes_after_text[token]
 
     def own_bytes(self, token: int) -> bytes | None:
         """The bytes of a token whose text does not depend on its neighbours; None if the text does.

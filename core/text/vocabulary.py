@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """How byte-fallback vocabularies spell the token of a byte."""
 NO_ID = "a token id is negative or above 2**32 - 1"
+SPACE = "\u2581"
+"""Stands for a space in a piece of sentencepiece."""
+_BYTE_FALLBACK = [
+    {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+"""The decoders of byte-fallback vocabularies, as of Gemma."""
+_DROP_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+"""The decoder that follows these in Llama 2 and Mistral: drops a space at the beginning of the text."""
 _MANY = 1024
 """Tokens from which on decoding them takes long enough to let other threads run."""
 
@@ -67,8 +77,12 @@ class LibraryVocabulary(Vocabulary):
         backend.no_padding()
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
         parts = decoder.get("decoders", [decoder])
-        self.has_bytes = [part.get("type") for part in parts] == ["ByteLevel"]
+        self._is_byte_level = [part.get("type") for part in parts] == ["ByteLevel"]
+        # Decoded one by one, a token is its piece with spaces for SPACE, or its byte; then one space may be dropped.
+        self._is_byte_fallback = parts in (_BYTE_FALLBACK, [*_BYTE_FALLBACK, _DROP_SPACE])
+        self.has_bytes = self._is_byte_level or self._is_byte_fallback
         self.has_byte_tokens = any(part.get("type") == "ByteFallback" for part in parts)
+        self.drops_space = self._is_byte_fallback and parts[-1] == _DROP_SPACE
         added = backend.get_added_tokens_decoder()
         self.special_tokens = frozenset(token for token, about in added.items() if about.special)
         if not (backend.encode_special_tokens or getattr(backend.model, "dropout", None)):
@@ -110,13 +124,17 @@ class LibraryVocabulary(Vocabulary):
             raise InvalidRequestError(NO_ID) from None
         if content is None:
             return b""
-        if self.has_bytes:
+        if self._is_byte_level:
             if all(character in _BYTE_OF for character in content):
                 return bytes(_BYTE_OF[character] for character in content)
             return content.encode()
         if self.has_byte_tokens and (match := BYTE_TOKEN.fullmatch(content)):
             return bytes([int(match[1], 16)])
-        return None
+        return content.replace(SPACE, " ").encode() if self._is_byte_fallback else None
+
+    def first_bytes(self, token: int) -> tuple[bytes, bool]:
+        data = self.own_bytes(token) or b""
+        return data.removeprefix(b" "), bool(data)
 
 
 def not_unicode() -> InvalidRequestError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
 from attrs import frozen
 
 from engine.core.types.statistics import HistogramCounts
@@ -12,8 +13,7 @@ NO_TOKEN: Final = -1
 """In StepResult.tokens: the sequence's logits were not finite (NaN or infinite), so no token could be sampled."""
 
 
-@frozen(kw_only=True)
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Log probabilities at one position, before any penalty or temperature; with a grammar, among the tokens that the
     grammar allows there."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from attrs import field, frozen
 
 from engine.core.grammars.grammar import Grammar
@@ -28,8 +29,7 @@ class NewSequence:
     """Sampling parameters, with the seed set."""
 
 
-@frozen
-class PrefillChunk:
+class PrefillChunk(msgspec.Struct, frozen=True, gc=False):
     """Known tokens of one sequence to compute: `count` tokens from position `start` on."""
 
     sequence: int
@@ -42,8 +42,7 @@ class PrefillChunk:
     """Whether to sample the next token after the chunk; False unless the chunk completes the prefill."""
 
 
-@frozen
-class DraftSlice:
+class DraftSlice(msgspec.Struct, frozen=True, gc=False):
     """Tokens of a decoding sequence to compute in one step: the token sampled last, and drafts that may follow it.
 
     A token is sampled after each of them. Drafts are accepted up to the first that differs from the token sampled in

@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.core.protocols import Conversation, Delta, ParameterNames
+from engine.core.protocols import Conversation, Delta, ParameterNames, Template
 from engine.core.types import TokenLogprobs
 from engine.server.http import params as parameters
 from engine.server.http.chat_message import ChatMessage
@@ -19,6 +19,7 @@ from engine.server.http.chat_tools import chosen_tools, custom_names, function_t
 from engine.server.http.choices_writer import ChoicesWriter
 from engine.server.http.conversation import respond
 from engine.server.http.errors import invalid
+from engine.server.http.generation import Templates
 from engine.server.http.logprobs import JsonLists, chat_logprobs
 from engine.server.http.request_bodies import ChatBody, StreamOptions, read
 from engine.server.http.responses import SendResponse, prepared
@@ -133,8 +134,14 @@ class ChatWriter(ChoicesWriter):
             "finish_reason": message.finish_reason(self._finish_reasons[choice]),
         } | message.error
 
+    def reasoning_templates(self) -> Mapping[int, Template] | None:
+        return None if self._continuous_usage else Templates(self._reasoning_event)
+
     def _text_event(self, choice: int, text: str) -> bytes:
         return self._delta_event(choice, {"content": text})
+
+    def _reasoning_event(self, choice: int, text: str) -> bytes:
+        return self._delta_event(choice, {"reasoning_content": text})
 
     def _delta_events(self, delta: Delta) -> Iterator[bytes]:
         """The role before a choice's first text, then the text, then the finish reason, each an event of its own.

@@ -10,7 +10,7 @@ from types import TracebackType
 import msgspec
 from attrs import define
 
-from engine.core.parsers import Content
+from engine.core.parsers import Content, Event, Reasoning
 from engine.core.protocols import Delta, Template, Usage
 from engine.core.text import Detokenizer, Tokenizer
 from engine.core.types import FINISH_ERROR, FINISH_STOP, Output, Request
@@ -66,8 +66,9 @@ class Generation:
         self._format = output_format
         self._parsed: dict[int, ParsedOutput] = {}
         """The outputs that are parsed, of the choices that have outputs."""
-        self._with_content: set[int] = set()
-        """Parsed choices whose stream has had content, so that more of it may be an event of its template."""
+        self._begun: set[tuple[int, type[Event]]] = set()
+        """(choice, class of parsed events) that a stream has had, so that more text of it may be an event of its
+        template."""
         self._requests = requests
         self._tokenizer = tokenizer
         self._detokenizers: dict[int, Detokenizer] = {}
@@ -155,19 +156,24 @@ class Generation:
         """Call `write(data)` after all listeners have been called; see EngineClient.write_later."""
         self._client.write_later(write, data)
 
-    def events(self, templates: Mapping[int, Template] | None, build_events: BuildEvents) -> bytes:
+    def events(
+        self,
+        templates: Mapping[int, Template] | None,
+        build_events: BuildEvents,
+        reasoning_templates: Mapping[int, Template] | None = None,
+    ) -> bytes:
         """The new outputs as server-sent events, without waiting; stops after SLICE_SECONDS, see `behind`.
 
         templates: the event of each choice for plain text; None: `build_events` builds these too. build_events: builds
-        the events of any other delta, such as the first or the last. Raises ApiError when a choice failed, after
-        a call that has returned the events before the failure.
+        the events of any other delta, such as the first or the last. reasoning_templates: as `templates`, for
+        reasoning. Raises ApiError when a choice failed, after a call that has returned the events before the failure.
         """
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
         data: list[bytes] = []
         try:
-            self._append_events(data, templates, build_events)
+            self._append_events(data, templates, build_events, reasoning_templates)
         except Exception as error:
             if not data:
                 raise
@@ -175,7 +181,11 @@ class Generation:
         return b"".join(data)
 
     def _append_events(
-        self, data: list[bytes], templates: Mapping[int, Template] | None, build_events: BuildEvents
+        self,
+        data: list[bytes],
+        templates: Mapping[int, Template] | None,
+        build_events: BuildEvents,
+        reasoning_templates: Mapping[int, Template] | None,
     ) -> None:
         """Append the new events to `data`; see `events`."""
         assert self._group is not None
@@ -203,10 +213,13 @@ class Generation:
             else:
                 delta = Delta(choice)
                 self._feed(event, delta)
-                if output is None and templates is not None and (text := self._only_content(delta)):
-                    template = templates[choice]
-                    data += (template.before, _json(text), template.after)
-                    continue
+                if output is None and (further := self._further_text(delta)) is not None:
+                    kind, text = further
+                    of_kind = templates if kind is Content else reasoning_templates
+                    if of_kind is not None:
+                        template = of_kind[choice]
+                        data += (template.before, _json(text), template.after)
+                        continue
                 self._unbuilt = build_events(delta)
                 deadline = deadline or time.monotonic() + SLICE_SECONDS
                 if not self._build(data, deadline):
@@ -222,15 +235,18 @@ class Generation:
         self._unbuilt = None
         return True
 
-    def _only_content(self, delta: Delta) -> str:
-        """The text of a parsed delta that is nothing but further content; else empty."""
-        begun = delta.choice in self._with_content
-        events = delta.events or ()
-        if any(isinstance(event, Content) for event in events):
-            self._with_content.add(delta.choice)
-        if not begun or delta.finish_reason is not None or not all(isinstance(event, Content) for event in events):
-            return ""
-        return "".join(event.text for event in events if isinstance(event, Content))
+    def _further_text(self, delta: Delta) -> tuple[type[Event], str] | None:
+        """The class and text of a parsed delta that is nothing but further content, or reasoning; else None."""
+        events = delta.events
+        if not events:
+            return None
+        kinds = {(delta.choice, type(event)) for event in events}
+        is_new = not kinds <= self._begun
+        self._begun |= kinds
+        if is_new or len(kinds) > 1 or delta.finish_reason is not None:
+            return None
+        texts = [event.text for event in events if isinstance(event, (Content, Reasoning))]
+        return (type(events[0]), "".join(texts)) if texts else None
 
     def _feed(self, event: OutputEvent, delta: Delta) -> None:
         """Detokenize an output and add its text to `delta`, or the events of a choice that is parsed."""
@@ -340,9 +356,11 @@ class EventStream:
     """Builds the events of any other delta."""
     end_events: Callable[[Usage], bytes]
     """Builds the events after all choices have finished; may be empty."""
+    reasoning_templates: Mapping[int, Template] | None = None
+    """As `templates`, for reasoning."""
 
     def take(self) -> bytes:
         """The events of all new outputs, without waiting. Raises ApiError when a choice failed."""
         generation = self.generation
-        data = generation.events(self.templates, self.build_events)
+        data = generation.events(self.templates, self.build_events, self.reasoning_templates)
         return data + self.end_events(generation.usage) if generation.finished else data

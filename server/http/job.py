@@ -75,7 +75,7 @@ class Job:
         if self._stream:
             writer = self._writer
             build_events = partial(writer.events, usage=lambda: generation.usage)
-            events = EventStream(generation, writer.templates(), build_events, writer.end)
+            events = EventStream(generation, writer.templates(), build_events, writer.end, writer.reasoning_templates())
             send_response = stream(events, headers, end=writer.stream_end, error_event=writer.error_event)
         else:
             send_response = answer(partial(self._whole, generation), headers)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import msgspec
 import pytest
 
 from engine.core.errors import EngineError, ExecutorError
@@ -175,7 +176,7 @@ class WithoutLogprobs(Changed):
 class LogprobsOfOthers(Changed):
     def change(self, result: Any) -> Any:
         def moved(entry: TokenLogprobs | None) -> TokenLogprobs | None:
-            return None if entry is None else attrs.evolve(entry, logprob=entry.logprob - 1)
+            return None if entry is None else msgspec.structs.replace(entry, logprob=entry.logprob - 1)
 
         return attrs.evolve(result, logprobs=tuple(tuple(map(moved, row)) for row in result.logprobs))
 

@@ -35,7 +35,7 @@ class BlockSequence:
         self._show_thinking = show_thinking
         self._open: str | None = None
         """Type of the open block."""
-        self._index = -1
+        self.index = -1
         """Index of the block that started last."""
         self._hidden: list[str] = []
         """Text of the open thinking block, if it is not shown."""
@@ -51,9 +51,9 @@ class BlockSequence:
         """The block events of the parser's next event."""
         match event:
             case Reasoning() if event.text:
-                yield from self._open_block(THINKING, {"thinking": "", "signature": ""})
+                yield from self.begin_thinking()
                 if self._show_thinking:
-                    yield self._delta("thinking_delta", "thinking", event.text)
+                    yield self.thinking_delta(event.text)
                 else:
                     self._hidden.append(event.text)
             case Content() if event.text:
@@ -79,6 +79,14 @@ class BlockSequence:
         """The event of more text, whose block is open."""
         return self._delta("text_delta", "text", text)
 
+    def begin_thinking(self) -> list[BlockEvent]:
+        """The events that must come before more thinking; none if its block is open."""
+        return list(self._open_block(THINKING, {"thinking": "", "signature": ""}))
+
+    def thinking_delta(self, text: str) -> BlockEvent:
+        """The event of more thinking, whose block is open."""
+        return self._delta("thinking_delta", "thinking", text)
+
     def end(self) -> Iterator[BlockEvent]:
         """The events that close the open block, if there is one."""
         if self._open is None:
@@ -87,18 +95,18 @@ class BlockSequence:
             hidden, self._hidden = "".join(self._hidden), []
             yield self._delta("signature_delta", "signature", signature.carrying(hidden) if hidden else signature.SHOWN)
         self._open = None
-        yield {"type": "content_block_stop", "index": self._index}
+        yield {"type": "content_block_stop", "index": self.index}
 
     def _open_block(self, kind: str, fields: Mapping[str, Any]) -> Iterator[BlockEvent]:
         if self._open == kind:
             return
         yield from self.end()
         self._open = kind
-        self._index += 1
-        yield {"type": "content_block_start", "index": self._index, "content_block": {"type": kind, **fields}}
+        self.index += 1
+        yield {"type": "content_block_start", "index": self.index, "content_block": {"type": kind, **fields}}
 
     def _delta(self, kind: str, name: str, text: str) -> BlockEvent:
-        return {"type": "content_block_delta", "index": self._index, "delta": {"type": kind, name: text}}
+        return {"type": "content_block_delta", "index": self.index, "delta": {"type": kind, name: text}}
 
 
 @define

@@ -11,7 +11,7 @@ import msgspec
 from engine.core.parsers import CallEnd
 from engine.core.protocols import AnswerWriter, ApiError, Delta, Template, Usage, sse_event
 from engine.core.types import FINISH_LENGTH
-from engine.plugins.protocols.anthropic.blocks import BlockSequence, CollectedBlocks
+from engine.plugins.protocols.anthropic.blocks import BlockEvent, BlockSequence, CollectedBlocks
 from engine.plugins.protocols.anthropic.errors import error_body
 
 PING_SECONDS = 10.0
@@ -40,6 +40,7 @@ class MessageWriter(AnswerWriter):
         self._model = model
         self._max_tokens = max_tokens
         self._fields = fields
+        self._show_thinking = show_thinking
         self._blocks = BlockSequence(new_call_id, show_thinking=show_thinking)
         self._collected = CollectedBlocks()
         self._finish_reason: str | None = None
@@ -73,7 +74,12 @@ class MessageWriter(AnswerWriter):
         yield after
 
     def templates(self) -> Mapping[int, Template]:
-        return _TextTemplates(self._blocks)
+        return _BlockTemplates(self._blocks, self._blocks.begin_text, self._blocks.text_delta)
+
+    def reasoning_templates(self) -> Mapping[int, Template] | None:
+        if not self._show_thinking:
+            return None
+        return _BlockTemplates(self._blocks, self._blocks.begin_thinking, self._blocks.thinking_delta)
 
     def events(self, delta: Delta, usage: Callable[[], Usage]) -> Iterator[bytes]:
         now = time.monotonic()
@@ -131,19 +137,28 @@ class MessageWriter(AnswerWriter):
         return "tool_use" if self._blocks.has_complete_call else "end_turn"
 
 
-class _TextTemplates(dict[int, Template]):
-    """The template of further text, made when there is some: the text may begin a block."""
+class _BlockTemplates(dict[int, Template]):
+    """The template of further text of one type of block, made when there is some: the text may begin a block."""
 
-    def __init__(self, blocks: BlockSequence) -> None:
+    def __init__(
+        self, blocks: BlockSequence, begin: Callable[[], list[BlockEvent]], delta: Callable[[str], BlockEvent]
+    ) -> None:
+        """begin: returns the events before more text, none if its block is open. delta: makes the event of a text."""
         super().__init__()
         self._blocks = blocks
+        self._begin = begin
+        self._delta = delta
+        self._block = -1
+        """Index of the block that `_template` is for."""
         self._template = Template(b"", b"")
 
     def __getitem__(self, choice: int) -> Template:
-        opening = self._blocks.begin_text()
-        if not opening and self._template.before:
+        opening = self._begin()
+        if self._block != self._blocks.index:
+            self._block = self._blocks.index
+            self._template = Template.of(lambda text: _event(self._delta(text)))
+        if not opening:
             return self._template
-        self._template = Template.of(lambda text: _event(self._blocks.text_delta(text)))
         return Template(b"".join(map(_event, opening)) + self._template.before, self._template.after)
 
 

@@ -68,6 +68,15 @@ def test_token_bytes_add_up_to_the_text(ids: list[int]) -> None:
         assert pieces.decode("utf-8", "replace") in (text, " " + text)  # a decoder may drop a space at the beginning
 
 
+@pytest.mark.parametrize("name", ["byte_fallback", "byte_fallback_with_space"])
+def test_byte_fallback_tokens_have_the_bytes_that_the_library_decodes(name: str) -> None:
+    tokenizer, windowed = TOKENIZERS[name], TOKENIZERS["unusual_byte_fallback"]
+    assert tokenizer.byte_table(False) is not None
+    assert windowed.byte_table(False) is None
+    for token in range(tokenizer.vocab_size):
+        assert tokenizer.token_bytes(token) == windowed.token_bytes(token)
+
+
 def test_token_bytes_keep_leading_spaces() -> None:
     llama, gpt, bert = TOKENIZERS["byte_fallback"], TOKENIZERS["byte_level"], TOKENIZERS["word_piece"]
     find = llama._vocabulary.backend.token_to_id

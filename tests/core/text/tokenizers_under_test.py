@@ -58,6 +58,22 @@ def byte_fallback() -> Backend:
     return backend
 
 
+def byte_fallback_with_space() -> Backend:
+    """As in Gemma: nothing is put before a text, and no space is dropped at its beginning."""
+    backend = byte_fallback()
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+def unusual_byte_fallback() -> Backend:
+    """A byte-fallback vocabulary with a decoder that the tokenizer does not recognize."""
+    backend = byte_fallback()
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence([*parts, decoders.Fuse()])
+    return backend
+
+
 def metaspace() -> Backend:
     letters = ["▁", *"abcdefghimnorstux=()12\n\t", "é", "你", "▁the", "▁t", "the", "ing", "🦀", "<unk>"]
     backend = Backend(models.Unigram([(name, -1.0 - at / 9) for at, name in enumerate(letters)], len(letters) - 1))
@@ -88,9 +104,19 @@ def wrap(backend: Backend, **settings: Any) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", **settings)
 
 
-BUILDERS = {each.__name__: each for each in (byte_level, byte_fallback, metaspace, word_piece, unusual)}
+_KINDS = (
+    byte_level,
+    byte_fallback,
+    byte_fallback_with_space,
+    metaspace,
+    word_piece,
+    unusual,
+    unusual_byte_fallback,
+)
+BUILDERS = {each.__name__: each for each in _KINDS}
 TOKENIZERS = {name: Tokenizer(wrap(build())) for name, build in BUILDERS.items()}
-LOSSLESS = ("byte_level", "byte_fallback", "unusual")
-BYTES_OF = {name: TOKENIZERS[name.replace("unusual", "byte_level")].token_bytes for name in LOSSLESS}
+LOSSLESS = ("byte_level", "byte_fallback", "byte_fallback_with_space", "unusual", "unusual_byte_fallback")
+_SAME_BYTES = {"unusual": "byte_level", "unusual_byte_fallback": "byte_fallback"}
+BYTES_OF = {name: TOKENIZERS[_SAME_BYTES.get(name, name)].token_bytes for name in LOSSLESS}
 
 every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)

@@ -8,13 +8,16 @@ from typing import Any, cast
 
 import pytest
 
+from engine.core.parsers import Parsing, Templates as ModelTemplates
 from engine.core.protocols import Delta
 from engine.core.types import Output, Request, SamplingParams
+from engine.plugins.parsers.tagged import ReasoningOptions, ReasoningTags
 from engine.server.front_end.errors import ApiError
 from engine.server.front_end.phase_times import PhaseTimes
 from engine.server.front_end.request_group import RequestGroup
 from engine.server.http import generation as module
 from engine.server.http.generation import Generation, Templates
+from engine.server.http.parsed_output import OutputFormat
 from tests.server.fake_front_end import ByteTokenizer
 
 
@@ -151,6 +154,32 @@ def test_a_generation_that_is_behind_has_not_finished(
         generation.events(templates, build_events)
     assert generation.behind
     assert not generation.finished
+
+
+def begin_reasoning() -> Parsing | None:
+    return ReasoningTags(ReasoningOptions(), ModelTemplates(chat="</think>")).begin("<think>", ())
+
+
+def test_further_reasoning_and_content_are_events_of_their_templates(client: GroupOnly) -> None:
+    def build(delta: Delta) -> Iterator[bytes]:
+        yield b"<" + b"".join(f"{type(event).__name__[0]}{event.text}".encode() for event in delta.said) + b"> "
+
+    def reasoning_event(choice: int, text: str) -> bytes:
+        return f'R"{text}" '.encode()
+
+    requests, tokenizer = [Request(id="x", prompt=(1, 2))], ByteTokenizer("")
+    reasoning = Templates(reasoning_event)
+    form = OutputFormat(begin=begin_reasoning)
+    for reasoning_templates, second in ((reasoning, b'R"b" '), (None, b"<Rb> ")):
+        with Generation(cast("Any", client), cast("Any", tokenizer), requests, 1, form) as generation:
+            found = []
+            put(client, 0, b"z", first=True)
+            for piece in (b"a", b"b", b"</think>c", b"d", b"ef"):
+                put(client, 0, piece)
+                found.append(generation.events(Templates(text_event), build, reasoning_templates))
+            put(client, 0, b"g", last=True)
+            found.append(generation.events(Templates(text_event), build, reasoning_templates))
+        assert found == [b"<Rz> <Ra> ", second, b"<Cc> ", b'0:"d" ', b'0:"ef" ', b"<Cg> "]
 
 
 def fail(client: GroupOnly, choice: int) -> None:

@@ -142,7 +142,27 @@ def test_further_text_is_an_event_of_the_open_block_or_begins_one() -> None:
     others(Delta(0, events=CALL))
     assert text("d")[-1] == delta(2, "d")
     assert text("e") == [delta(2, "e")]
-    assert others(last()) == [{"type": "content_block_stop", "index": 2}]
+    others(Delta(0, events=[*CALL, Content("f")]))
+    assert text("g") == [delta(4, "g")]
+    assert others(last()) == [{"type": "content_block_stop", "index": 4}]
+
+
+def test_further_thinking_is_an_event_of_the_open_block_or_begins_one() -> None:
+    def streamed(*, templates: bool) -> bytes:
+        answer = writer()
+        texts, thoughts, data = answer.templates(), answer.reasoning_templates(), b""
+        assert thoughts is not None
+        for event in [*map(Reasoning, "abc"), *map(Content, "de"), *map(Reasoning, "fg"), Content("h")]:
+            if templates:
+                template = (texts if isinstance(event, Content) else thoughts)[0]
+                data += template.before + json.dumps(event.text).encode() + template.after
+            else:
+                data += b"".join(answer.events(Delta(0, events=[event]), lambda: USAGE))
+        return data
+
+    assert streamed(templates=True) in streamed(templates=False)
+    hidden: Any = {"show_thinking": False}
+    assert writer(**hidden).reasoning_templates() is None
 
 
 def test_a_stream_with_nothing_to_send_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
