@@ -267,12 +267,12 @@ def test_preemption_changes_no_token(engine_checkpoint: Path, uniproc: Engine) -
 
 
 def test_drawn_tokens_are_distributed_as_the_grammar_allows_and_the_model_wants(uniproc: Engine) -> None:
-    asked = [params(Grammar.regex("[ab][cd][ef]"), seed=seed, logprobs=0) for seed in range(1500)]
+    asked = [params(Grammar.regex("[ab][cd][ef]"), seed=seed, logprobs=0) for seed in range(900)]
     prompts = [PROMPTS[0]] * len(asked)
     Told.tell({PROMPTS[0]: uniproc.generate(PROMPTS[:1], asked[:1])[0].token_ids})
     before = accepted(uniproc)
     found = uniproc.generate(prompts, asked)
-    assert accepted(uniproc) - before > 200
+    assert accepted(uniproc) - before > 120
     chances: dict[tuple[int, ...], float] = {}
     for done in found:
         assert done.logprobs is not None

@@ -369,7 +369,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert request.arrival <= last.times.scheduled <= last.times.first_token <= last.times.finished == self.now
 
 
-LIMITS = settings(max_examples=100, stateful_step_count=25, deadline=None, derandomize=True, database=None)
+LIMITS = settings(max_examples=60, stateful_step_count=25, deadline=None, derandomize=True, database=None)
 
 
 class FcfsMachine(SchedulerMachine):
@@ -452,9 +452,9 @@ TestHostile.settings = LIMITS
 TestFaulty = FaultyMachine.TestCase
 TestFaulty.settings = LIMITS
 TestPerfectDrafts = PerfectDraftsMachine.TestCase
-TestPerfectDrafts.settings = settings(LIMITS, max_examples=50)
+TestPerfectDrafts.settings = settings(LIMITS, max_examples=30)
 TestRandomDrafts = RandomDraftsMachine.TestCase
-TestRandomDrafts.settings = settings(LIMITS, max_examples=50)
+TestRandomDrafts.settings = settings(LIMITS, max_examples=30)
 TestAdversarialDrafts = AdversarialDraftsMachine.TestCase
 TestAdversarialDrafts.settings = LIMITS
 TestFailingDrafts = FailingDraftsMachine.TestCase
@@ -464,6 +464,6 @@ TestDeviceDrafts.settings = LIMITS
 TestHostileDeviceDrafts = HostileDeviceDraftsMachine.TestCase
 TestHostileDeviceDrafts.settings = LIMITS
 TestMultiStepDeviceDrafts = MultiStepDeviceDraftsMachine.TestCase
-TestMultiStepDeviceDrafts.settings = settings(LIMITS, max_examples=50)
+TestMultiStepDeviceDrafts.settings = settings(LIMITS, max_examples=30)
 TestMultiStepDrafts = MultiStepDraftsMachine.TestCase
-TestMultiStepDrafts.settings = settings(LIMITS, max_examples=50)
+TestMultiStepDrafts.settings = settings(LIMITS, max_examples=30)
