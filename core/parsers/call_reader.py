@@ -66,6 +66,8 @@ def _stream_value(source: Source) -> Steps[bool]:
             yield Malformed("the arguments of a tool call are not JSON")
             return False
         if not (yield from source.more()):
+            if scanner.held:
+                yield CallArguments(scanner.held)
             yield Malformed("the output ended within the arguments of a tool call")
             return False
 
@@ -97,10 +99,9 @@ class _CallReader:
                 return found
             if self._begun:
                 self._take()
-            if (yield from self._skip(",")):
-                continue
-            closed = yield from self._skip("}")
-            if not closed:
+            goes_on = yield from self._skip(",")
+            closed = yield from self._skip("}")  # also after a comma
+            if not (goes_on or closed):
                 return (yield from self._give_up())
         if not self._begun:
             if self._name is None:

@@ -58,6 +58,11 @@ HERMES_EXAMPLES = (
         malformed=True,
     ),
     Example(
+        r'''<tool_call>{"name": "f", "arguments": {"city": "Rome", "it\'s": [True, None,],},}</tool_call> sunny''',
+        content=" sunny",
+        calls=(("f", {"city": "Rome", "it's": [True, None]}),),
+    ),
+    Example(
         '<tool_call>{"name": "f", "arguments": {"city": "Ro', calls=(("f", '{"city": "Ro'),), malformed=True
     ),
     Example("The mark is <tool_call>, sunny", content="The mark is <tool_call>, sunny", malformed=True),
@@ -82,7 +87,8 @@ LLAMA3_EXAMPLES = (
     Example('{"name": "f", "weather": "sunny"}', content='{"name": "f", "weather": "sunny"}'),
     Example('{"weather": {"city": "Rome"}}', content='{"weather": {"city": "Rome"}}'),
     Example('<|python_tag|>search("Rome")', content='<|python_tag|>search("Rome")', malformed=True),
-    Example('{"name": "f", "parameters": {"city": "Rome", }}', content='}}', calls=(("f", '{"city": "Rome", '),), malformed=True),
+    Example('{"name": "f", "parameters": {"city": "Rome", }}', calls=(("f", ROME),)),
+    Example('{"name": "f", "parameters": {"city": Rome}}', content='Rome}}', calls=(("f", '{"city": '),), malformed=True),
     Example('{"name": "f", "parameters": {}} sunny', content=" sunny", calls=(("f", {}),)),
     Example('{"name": "f", "parameters": {}}', content='{"name": "f", "parameters": {}}', tools=()),
     Example("{", content="{"),
