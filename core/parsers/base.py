@@ -61,6 +61,8 @@ class Malformed:
 
     reason: str
     """A sentence for the API's client."""
+    at_end: bool = False
+    """Whether the end of the output is what breaks the call that began last."""
 
 
 Event = Reasoning | Content | CallBegin | CallArguments | CallEnd | Malformed

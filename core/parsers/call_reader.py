@@ -68,7 +68,7 @@ def _stream_value(source: Source) -> Steps[bool]:
         if not (yield from source.more()):
             if scanner.held:
                 yield CallArguments(scanner.held)
-            yield Malformed("the output ended within the arguments of a tool call")
+            yield Malformed("the output ended within the arguments of a tool call", at_end=True)
             return False
 
 

@@ -95,7 +95,7 @@ def test_what_breaks_a_call_is_said() -> None:
     found, events = parse('{"name": "f", "arguments": {"a": 1, ')
     assert found is Found.BROKEN
     assert "".join(event.text for event in events if isinstance(event, CallArguments)) == '{"a": 1, '
-    assert isinstance(events[-1], Malformed)
+    assert events[-1] == Malformed("the output ended within the arguments of a tool call", at_end=True)
     found, events = parse('{"name": "f", "arguments": {}')
     assert found is Found.CALL
     assert events[2:] == [CallEnd(), Malformed("a tool call is not closed after its arguments")]
