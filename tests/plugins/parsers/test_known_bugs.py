@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.core.errors import InvalidRequestError
 from engine.core.grammars import CompiledGrammar, Grammar, GrammarVocabulary, compile_with_tools
 from engine.core.parsers import Content, OutputRules, ToolChoice
 from engine.plugins.grammars.llguidance import LLGuidance
@@ -175,6 +176,13 @@ def test_the_mark_that_ends_a_call_of_gpt_oss_ends_the_output() -> None:
                 assert matcher.accept(token), (part, token)
         assert matcher.accept(ids["<|call|>"])
         assert matcher.is_terminated
+
+
+def test_a_refusal_is_that_of_the_schema_alone_when_there_is_reasoning(backend: LLGuidance) -> None:
+    for content, kind in ((Grammar.json_schema({"uniqueItems": True}), "JSON schema"), (Grammar.regex("("), "regular")):
+        with pytest.raises(InvalidRequestError, match=f"^llguidance refuses the {kind}") as caught:
+            compiled(backend, THINKING, content=content)
+        assert "think" not in str(caught.value)
 
 
 def test_white_space_that_may_end_a_text_is_held_in_pieces() -> None:
