@@ -9,8 +9,8 @@ import msgspec
 from attrs import define, field
 
 from engine.core.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Malformed, Reasoning
+from engine.core.protocols import completing
 from engine.plugins.protocols.anthropic import signature
-from engine.plugins.protocols.anthropic.partial_json import completing
 
 BlockEvent = Mapping[str, Any]
 """One of content_block_start, content_block_delta and content_block_stop, as in a stream."""
