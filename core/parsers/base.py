@@ -160,6 +160,11 @@ class Parsing(ABC):
     def end(self) -> Sequence[Event]:
         """The remaining events, after the last text."""
 
+    def end_by_model(self) -> Sequence[Event]:
+        """The remaining events of an output that the model itself has ended, and no limit or stop string did; by
+        default those of `end`."""
+        return self.end()
+
 
 class Parser(ABC, Generic[OptionsT]):
     """Knows the format in which a family of models writes reasoning and tool calls.

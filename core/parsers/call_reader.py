@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import msgspec
@@ -39,11 +39,19 @@ def read_call(source: Source, accepts: Callable[[str], bool], at: int = 0) -> St
     return (yield from _CallReader(source, accepts, at).read())
 
 
-def read_arguments(source: Source, begin: CallBegin, at: int = 0) -> Steps[Found]:
-    """Read a JSON object, which begins at or after position `at`, as the arguments of a call that `begin` begins."""
+def read_arguments(source: Source, begin: CallBegin, at: int = 0, ends: Sequence[str] = ()) -> Steps[Found]:
+    """Read a JSON object, which begins at or after position `at`, as the arguments of a call that `begin` begins.
+
+    ends: marks that end a call. Where one of them follows instead, or the model ends the output, there are none: {}.
+    """
     at = yield from source.skip_space(at)
-    if (yield from source.character(at)) != "{":
-        return Found.NOTHING
+    first = yield from source.character(at)
+    if first != "{":
+        if not ((source.ended_by_model and not first) or (yield from source.starts_with_one(ends, at))):
+            return Found.NOTHING
+        source.take(at)
+        yield from (begin, CallArguments("{}"), CallEnd())
+        return Found.CALL
     source.take(at)
     yield begin
     if not (yield from _stream_value(source)):

@@ -42,6 +42,8 @@ from engine.core.parsers import (
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
+ENDS = (END, RETURN, CALL, START)
+"""Where the text of a message ends: a message may begin where none has ended."""
 FUNCTIONS = "functions."
 """Begins the recipient of a call."""
 BEGINNINGS = (START, CHANNEL, MESSAGE, CONSTRAIN, "assistant", "to=")
@@ -185,7 +187,7 @@ class _HarmonyParsing(SequentialParsing):
     def _call(self, begin: CallBegin, at: int) -> Steps[None]:
         """Read the arguments of a call, from position `at` on, and the end of its message."""
         self._reasoning = False
-        found = yield from read_arguments(self.source, begin, at)
+        found = yield from read_arguments(self.source, begin, at, ENDS)
         self._begin(Content)
         if found is Found.NOTHING:
             yield Malformed(f"the call of {begin.name[:64]!r} has no arguments in JSON; it is content")
@@ -193,10 +195,9 @@ class _HarmonyParsing(SequentialParsing):
             yield from self._rest()
             return
         at = yield from self.source.skip_space()
-        for mark in (CALL, END, RETURN):
-            if (yield from self.source.starts_with(mark, at)):
-                self.source.take(at + len(mark))
-                return
+        if (mark := (yield from self.source.starts_with_one(ENDS, at))) is not None:
+            self.source.take(at + len(mark))
+            return
         if found is Found.CALL and not (yield from self.source.character(at)):
             self.source.take(at)
             return
@@ -207,10 +208,7 @@ class _HarmonyParsing(SequentialParsing):
     def _begins(self) -> Steps[bool]:
         """Whether the text goes on with what may be a header."""
         at = yield from self.source.skip_space()
-        for beginning in BEGINNINGS:
-            if (yield from self.source.starts_with(beginning, at)):
-                return True
-        return False
+        return (yield from self.source.starts_with_one(BEGINNINGS, at)) is not None
 
     def _begin(self, kind: type[Reasoning | Content]) -> None:
         """Begin a message whose text is of a kind."""
@@ -218,8 +216,8 @@ class _HarmonyParsing(SequentialParsing):
         self._separate = kind in self._begun
 
     def _rest(self) -> Steps[None]:
-        """Read the text of a message and its end mark. A message may begin where none has ended."""
-        yield from self.source.text_until((END, RETURN, CALL, START), self._text)
+        """Read the text of a message and its end mark."""
+        yield from self.source.text_until(ENDS, self._text)
         self._reasoning = False
 
     def _text(self, text: str) -> list[Event]:

@@ -105,6 +105,8 @@ MISTRAL_EXAMPLES = (
     Example('[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"city": "Rome"}', calls=(("f", ROME),)),
     Example('[TOOL_CALLS]f{"city": "Rome"}[TOOL_CALLS]g[ARGS]{}', calls=(("f", ROME), ("g", {}))),
     Example('Let me see.[TOOL_CALLS]f[ARGS]{"city": "Rome"}', content="Let me see.", calls=(("f", ROME),)),
+    Example("[TOOL_CALLS]f[ARGS][TOOL_CALLS]g[CALL_ID]abcdefghi[ARGS] [TOOL_CALLS]f[ARGS]{}", calls=(("f", {}), ("g", {}), ("f", {}))),
+    Example("[TOOL_CALLS]f[ARGS]", content="[TOOL_CALLS]f[ARGS]", malformed=True),
     Example("[TOOL_CALLS] sunny in Rome", content="[TOOL_CALLS] sunny in Rome", malformed=True),
     Example('[TOOL_CALLS] [{"name": "f"', content='[TOOL_CALLS] [{"name": "f"', malformed=True),
     Example('[TOOL_CALLS]f[ARGS]sunny', content='[TOOL_CALLS]f[ARGS]sunny', malformed=True),
@@ -139,6 +141,17 @@ DEEPSEEK_EXAMPLES = (
         calls=(("f", ROME), ("g", {})),
     ),
     Example(deepseek("<|tool calls begin|><|tool call begin|>f<|tool sep|>{}"), calls=(("f", {}),)),
+    Example(
+        deepseek("<|tool calls begin|>" + _V31.format("f", "") + _V31.format("g", '{"city": "Rome"}') + "<|tool calls end|>sunny"),
+        content="sunny",
+        calls=(("f", {}), ("g", ROME)),
+    ),
+    Example(deepseek("<|tool calls begin|><|tool call begin|>f<|tool sep|>\n<|tool calls end|>"), calls=(("f", {}),)),
+    Example(deepseek("<|tool calls begin|><|tool call begin|>f<|tool sep|><|tool call begin|>g<|tool sep|>{}"), calls=(("f", {}), ("g", {}))),
+    Example(
+        deepseek("<|tool calls begin|>" + _R1.format("f", "") + "\n" + _R1.format("g", "{}").replace("\n```<", "<") + "<|tool calls end|>"),
+        calls=(("f", {}), ("g", {})),
+    ),
     Example(
         deepseek("<|tool calls begin|>sunny<|tool calls end|>"),
         content=deepseek("<|tool calls begin|>sunny<|tool calls end|>"),
@@ -194,6 +207,13 @@ GPT_OSS_EXAMPLES = (
         "<|channel|>commentary to=functions.f<|message|>Rome<|call|>",
         content="<|channel|>commentary to=functions.f<|message|>Rome",
         malformed=True,
+    ),
+    Example("<|channel|>commentary to=functions.f <|constrain|>json<|message|><|call|>", calls=(("f", {}),)),
+    Example(
+        "<|channel|>commentary to=functions.f<|message|>\n<|end|><|start|>assistant<|channel|>commentary to=functions.g"
+        "<|message|><|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|start|>assistant<|channel|>final<|message|>sunny",
+        content="sunny",
+        calls=(("f", {}), ("g", {}), ("f", {})),
     ),
     Example(" to=functions.f<|message|>", content=" to=functions.f<|message|>", malformed=True),
     Example("<|channel|><|message|>Rome<|end|>", content="<|channel|><|message|>Rome", malformed=True),
