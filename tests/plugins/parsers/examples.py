@@ -197,7 +197,18 @@ GPT_OSS_EXAMPLES = (
     Example("<|channel|>final sunny", content="<|channel|>final sunny", malformed=True),
     Example("<|channel|>radio<|message|>sunny", content="<|channel|>radio<|message|>sunny", malformed=True),
     Example("<|start|>Rome<|channel|>final<|message|>sunny", content="<|start|>Rome<|channel|>final<|message|>sunny", malformed=True),
-    Example("<|channel|>analysis weather<|message|>hmm", content="<|channel|>analysis weather<|message|>", reasoning="hmm", malformed=True),
+    Example("<|channel|>analysis weather<|message|>hmm", reasoning="<|channel|>analysis weather<|message|>hmm", malformed=True),
+    Example(
+        "<|channel|>analysis<|message|>hmm<|end|><|start|>assistant<|channel|>analysis to=python code<|message|>print(1)<|call|>",
+        reasoning="hmm\n<|start|>assistant<|channel|>analysis to=python code<|message|>print(1)",
+        malformed=True,
+    ),
+    *(
+        Example(f"<|channel|>analysis<|message|>hmm<|end|><|start|>{header}", reasoning="hmm")
+        for header in ("", "assi", "assistant", "assistant<|ch", "assistant<|channel|>comm", "assistant<|channel|>commentary to=functions.f <|constrain|>js")
+    ),
+    Example("<|channel|>analysis<|message|>hmm<|end|><|start|>assistant sunny", reasoning="hmm", content="assistant sunny", malformed=True),
+    Example("<|channel|>final<|message|>sunny<|end|><|start|>assistant to=functions.Rome", content="sunny\nassistant to=functions.Rome", malformed=True),
     Example(
         "<|channel|>commentary to=browser.search<|message|>Rome<|end|>",
         content="<|channel|>commentary to=browser.search<|message|>Rome",
