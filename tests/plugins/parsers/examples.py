@@ -20,6 +20,7 @@ HERMES_EXAMPLES = (
     Example("  spaces stay \n", content="  spaces stay \n"),
     Example("<think>\nhmm, the weather\n</think>\n\nsunny", reasoning="hmm, the weather", content="sunny"),
     Example("hmm\n</think>\n\nsunny", prompt="<|im_start|>assistant\n<think>\n", reasoning="hmm", content="sunny"),
+    Example("<think>\nhmm <think>\n</think>\n\nsunny", prompt="<|im_start|>assistant\n<think>\n", reasoning="hmm <think>", content="sunny"),
     Example("sunny </think>", prompt="<think>\n\n</think>\n\n", content="sunny </think>"),
     Example("<think>\n\n</think>\n\nsunny", content="sunny"),
     Example("<think>hmm", reasoning="hmm"),
