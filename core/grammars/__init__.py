@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         SCHEMA_KEYWORDS as SCHEMA_KEYWORDS,
         SCHEMA_LIST_KEYWORDS as SCHEMA_LIST_KEYWORDS,
         SCHEMA_MAP_KEYWORDS as SCHEMA_MAP_KEYWORDS,
+        restricts_nothing as restricts_nothing,
         schema_keywords as schema_keywords,
     )
     from engine.core.grammars.limits import check_length as check_length, schema_of as schema_of
@@ -61,6 +62,7 @@ __getattr__, __dir__, __all__ = exports(
         "SCHEMA_KEYWORDS",
         "SCHEMA_LIST_KEYWORDS",
         "SCHEMA_MAP_KEYWORDS",
+        "restricts_nothing",
         "schema_keywords",
     ),
     grammar=("Grammar",),

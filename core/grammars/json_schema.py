@@ -14,6 +14,27 @@ SCHEMA_LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "ite
 """Keywords whose value may be a list of schemas."""
 SCHEMA_MAP_KEYWORDS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
 """Keywords whose value maps names to schemas."""
+_ANY_TEXT_KEYWORDS = frozenset({"$comment", "description", "title", "type"})
+"""Keywords of a schema of all texts."""
+
+
+def restricts_nothing(keyword: str, value: Any) -> bool:
+    """Whether a keyword, which libraries that generate schemas also write without need, allows everything."""
+    if keyword == "uniqueItems":
+        return value is False
+    if keyword == "propertyNames":
+        return _allows_all_texts(value)
+    if keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
+        return bool(value == {})
+    return keyword in ("unevaluatedItems", "unevaluatedProperties") and (value is True or value == {})
+
+
+def _allows_all_texts(schema: Any) -> bool:
+    """Whether every text is valid, as far as it can be seen immediately."""
+    if not isinstance(schema, Mapping):
+        return schema is True
+    kinds = schema.get("type", "string")
+    return schema.keys() <= _ANY_TEXT_KEYWORDS and "string" in (kinds if isinstance(kinds, list) else [kinds])
 
 
 def schema_keywords(schema: Any) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:

@@ -61,6 +61,8 @@ class Malformed:
 
     reason: str
     """A sentence for the API's client."""
+    at_end: bool = False
+    """Whether the end of the output is what breaks the call that began last."""
 
 
 Event = Reasoning | Content | CallBegin | CallArguments | CallEnd | Malformed
@@ -157,6 +159,11 @@ class Parsing(ABC):
     @abstractmethod
     def end(self) -> Sequence[Event]:
         """The remaining events, after the last text."""
+
+    def end_by_model(self) -> Sequence[Event]:
+        """The remaining events of an output that the model itself has ended, and no limit or stop string did; by
+        default those of `end`."""
+        return self.end()
 
 
 class Parser(ABC, Generic[OptionsT]):

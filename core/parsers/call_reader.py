@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import msgspec
@@ -39,11 +39,19 @@ def read_call(source: Source, accepts: Callable[[str], bool], at: int = 0) -> St
     return (yield from _CallReader(source, accepts, at).read())
 
 
-def read_arguments(source: Source, begin: CallBegin, at: int = 0) -> Steps[Found]:
-    """Read a JSON object, which begins at or after position `at`, as the arguments of a call that `begin` begins."""
+def read_arguments(source: Source, begin: CallBegin, at: int = 0, ends: Sequence[str] = ()) -> Steps[Found]:
+    """Read a JSON object, which begins at or after position `at`, as the arguments of a call that `begin` begins.
+
+    ends: marks that end a call. Where one of them follows instead, or the model ends the output, there are none: {}.
+    """
     at = yield from source.skip_space(at)
-    if (yield from source.character(at)) != "{":
-        return Found.NOTHING
+    first = yield from source.character(at)
+    if first != "{":
+        if not ((source.ended_by_model and not first) or (yield from source.starts_with_one(ends, at))):
+            return Found.NOTHING
+        source.take(at)
+        yield from (begin, CallArguments("{}"), CallEnd())
+        return Found.CALL
     source.take(at)
     yield begin
     if not (yield from _stream_value(source)):
@@ -66,7 +74,9 @@ def _stream_value(source: Source) -> Steps[bool]:
             yield Malformed("the arguments of a tool call are not JSON")
             return False
         if not (yield from source.more()):
-            yield Malformed("the output ended within the arguments of a tool call")
+            if scanner.held:
+                yield CallArguments(scanner.held)
+            yield Malformed("the output ended within the arguments of a tool call", at_end=True)
             return False
 
 
@@ -97,10 +107,9 @@ class _CallReader:
                 return found
             if self._begun:
                 self._take()
-            if (yield from self._skip(",")):
-                continue
-            closed = yield from self._skip("}")
-            if not closed:
+            goes_on = yield from self._skip(",")
+            closed = yield from self._skip("}")  # also after a comma
+            if not (goes_on or closed):
                 return (yield from self._give_up())
         if not self._begun:
             if self._name is None:

@@ -10,7 +10,12 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 """Characters of a string that stand for themselves."""
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _NUMBER_PART = re.compile(r"[-+.eE0-9]+")
-_LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
+_LITERALS = {"t": ("rue", "true"), "f": ("alse", "false"), "n": ("ull", "null")} | {
+    "T": ("rue", "true"),
+    "F": ("alse", "false"),
+    "N": ("one", "null"),
+}
+"""First character of a literal, in JSON or Python -> the rest of it, and the literal in JSON."""
 _ESCAPED = '"\\/bfnrt'
 
 
@@ -38,8 +43,9 @@ class _State(Enum):
 class JsonScanner:
     """Reads one JSON value, without spaces before it, a piece of text at a time.
 
-    Line breaks and other control characters in a string, which models write and JSON forbids, become escapes. The time
-    is proportional to the text, and nothing of it is kept.
+    What models write and JSON forbids becomes JSON: line breaks and other control characters in strings, the escape
+    \\', Python's True, False and None, and a comma after the last element. The time is proportional to the text, and
+    nothing of it is kept but what may still turn out to be such a mistake.
     """
 
     def __init__(self) -> None:
@@ -47,8 +53,11 @@ class JsonScanner:
         self._containers: list[str] = []
         self._is_key = False
         """Whether the string being read is a key."""
-        self._rest = ""
-        """The rest of the literal being read."""
+        self._rest = self._meant = ""
+        """The rest of the literal being read, and the literal in JSON."""
+        self._held: list[str] = []
+        """Characters read whose JSON depends on what follows: a comma and the spaces after it, the beginning of a
+        literal, or a backslash."""
         self._digits = 0
         """Hexadecimal digits that must follow."""
         self._number: list[str] = []
@@ -67,7 +76,8 @@ class JsonScanner:
     def feed(self, text: str, at: int = 0) -> tuple[int, str]:
         """Read on from position `at` of `text`.
 
-        Returns the position after the last character that is part of the value, and the characters read, as JSON.
+        Returns the position after the last character that is part of the value, and the characters read, as JSON. Some
+        of these may come only with what follows them; `held` has them at the end of the text.
         """
         found: list[str] = []
         while at < len(text) and not (self.done or self.failed):
@@ -82,7 +92,19 @@ class JsonScanner:
                 continue  # the state has changed, and the character has not been read
             found.append(piece)
             at += 1
+        if self.failed:
+            found.append(self._take_held())
         return at, "".join(found)
+
+    @property
+    def held(self) -> str:
+        """Characters read that `feed` has not returned yet."""
+        return "".join(self._held)
+
+    def _take_held(self) -> str:
+        held = self.held
+        self._held.clear()
+        return held
 
     def _run(self, text: str, at: int) -> int:
         """The end of the characters that can be read together and change no state."""
@@ -99,9 +121,7 @@ class JsonScanner:
             case _State.STRING:
                 return self._in_string(character)
             case _State.ESCAPE:
-                self._digits = 4
-                known = character in _ESCAPED
-                self._state = _State.STRING if known else _State.HEX if character == "u" else _State.FAILED
+                return self._escape(character)
             case _State.HEX:
                 self._digits -= 1
                 if character not in "0123456789abcdefABCDEF":
@@ -109,12 +129,7 @@ class JsonScanner:
                 elif not self._digits:
                     self._state = _State.STRING
             case _State.LITERAL:
-                if not self._rest.startswith(character):
-                    self._state = _State.FAILED
-                else:
-                    self._rest = self._rest[1:]
-                    if not self._rest:
-                        self._end_value()
+                return self._in_literal(character)
             case _State.NUMBER:
                 if _NUMBER.fullmatch("".join(self._number)):
                     self._end_value()
@@ -122,43 +137,74 @@ class JsonScanner:
                     self._state = _State.FAILED
                 return None
             case _ if character in _SPACE and self._containers:
-                pass
+                if self._held:
+                    return self._hold(character)
             case _:
-                self._structure(character)
+                return self._structure(character)
         return None if self.failed else character
+
+    def _hold(self, character: str) -> str:
+        """Read a character whose JSON depends on what follows."""
+        self._held.append(character)
+        return ""
+
+    def _escape(self, character: str) -> str | None:
+        """Read the character after a backslash."""
+        if character not in _ESCAPED + "u'":
+            self._state = _State.FAILED
+            return None
+        self._digits = 4
+        self._state = _State.HEX if character == "u" else _State.STRING
+        backslash = self._take_held()
+        return character if character == "'" else backslash + character
+
+    def _in_literal(self, character: str) -> str | None:
+        if not self._rest.startswith(character):
+            self._state = _State.FAILED
+            return None
+        self._rest = self._rest[1:]
+        if self._rest:
+            return self._hold(character)
+        self._held.clear()
+        self._end_value()
+        return self._meant
 
     def _in_string(self, character: str) -> str:
         if character == "\\":
             self._state = _State.ESCAPE
-        elif character == '"':
-            if self._is_key:
-                self._is_key, self._state = False, _State.COLON
-            else:
-                self._end_value()
-        else:
+            return self._hold(character)
+        if character != '"':
             return f"\\u{ord(character):04x}"
+        if self._is_key:
+            self._is_key, self._state = False, _State.COLON
+        else:
+            self._end_value()
         return character
 
-    def _structure(self, character: str) -> None:
+    def _structure(self, character: str) -> str | None:
         """Read a character outside of strings, numbers and literals."""
         state = self._state
+        ends = state in (_State.NEXT_OR_END, _State.KEY_OR_END, _State.VALUE_OR_END) or bool(self._held)
+        if ends and character == self._containers[-1]:
+            self._containers.pop()
+            self._end_value()
+            return self._take_held().removeprefix(",") + character
+        if state is _State.NEXT_OR_END and character == ",":
+            self._state = _State.KEY if self._containers[-1] == "}" else _State.VALUE
+            return self._hold(character)
         if state in (_State.KEY, _State.KEY_OR_END) and character == '"':
             self._is_key, self._state = True, _State.STRING
         elif state is _State.COLON and character == ":":
             self._state = _State.VALUE
-        elif state is _State.NEXT_OR_END and character == ",":
-            self._state = _State.KEY if self._containers[-1] == "}" else _State.VALUE
-        elif state in (_State.NEXT_OR_END, _State.KEY_OR_END, _State.VALUE_OR_END) and (
-            character == self._containers[-1]
-        ):
-            self._containers.pop()
-            self._end_value()
         elif state in (_State.VALUE, _State.VALUE_OR_END):
-            self._begin_value(character)
+            return self._begin_value(character)
         else:
             self._state = _State.FAILED
+            return None
+        return self._take_held() + character
 
-    def _begin_value(self, character: str) -> None:
+    def _begin_value(self, character: str) -> str | None:
+        before = self.held
         if character == "{":
             self._containers.append("}")
             self._state = _State.KEY_OR_END
@@ -168,11 +214,17 @@ class JsonScanner:
         elif character == '"':
             self._state = _State.STRING
         elif character in _LITERALS:
-            self._rest, self._state = _LITERALS[character], _State.LITERAL
+            self._rest, self._meant = _LITERALS[character]
+            self._state = _State.LITERAL
+            self._held = [character]
+            return before
         elif character in "-0123456789":
             self._number, self._state = [character], _State.NUMBER
         else:
             self._state = _State.FAILED
+            return None
+        self._held.clear()
+        return before + character
 
     def _end_value(self) -> None:
         self._state = _State.NEXT_OR_END if self._containers else _State.DONE

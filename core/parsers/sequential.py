@@ -25,6 +25,8 @@ class Source:
         self.unread = ""
         self.ended = False
         """Whether no more text will come."""
+        self.ended_by_model = False
+        """Whether the model itself has ended the output."""
 
     def append(self, text: str) -> None:
         """Add text that has come."""
@@ -57,6 +59,13 @@ class Source:
                 return here == mark
             if not (yield from self.more()):
                 return False
+
+    def starts_with_one(self, marks: Sequence[str], at: int = 0) -> Steps[str | None]:
+        """The first of `marks` with which the text goes on; None if it does with none."""
+        for mark in marks:
+            if (yield from self.starts_with(mark, at)):
+                return mark
+        return None
 
     def skip_space(self, at: int = 0) -> Steps[int]:
         """The position of the next character that is not white space."""
@@ -114,6 +123,10 @@ class SequentialParsing(Parsing):
     def end(self) -> list[Event]:
         self.source.ended = True
         return self._run()
+
+    def end_by_model(self) -> list[Event]:
+        self.source.ended_by_model = True
+        return self.end()
 
     def _run(self) -> list[Event]:
         """Continue until more text is needed."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         FunctionTool as FunctionTool,
         ParameterNames as ParameterNames,
         ToolChoice as ToolChoice,
+        complete_arguments as complete_arguments,
         template_arguments as template_arguments,
     )
     from engine.core.protocols.decode import convert as convert, explain as explain, invalid as invalid
@@ -49,14 +50,23 @@ if TYPE_CHECKING:
         surely_fits as surely_fits,
         value_counts as value_counts,
     )
+    from engine.core.protocols.partial_json import completing as completing
     from engine.core.protocols.routes import API as API, Call as Call, Reply as Reply, Routes as Routes
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
     answer=("DONE", "AnswerWriter", "Delta", "Template", "Usage", "error_event", "sse_event"),
-    conversation=("Conversation", "FunctionTool", "ParameterNames", "ToolChoice", "template_arguments"),
+    conversation=(
+        "Conversation",
+        "FunctionTool",
+        "ParameterNames",
+        "ToolChoice",
+        "complete_arguments",
+        "template_arguments",
+    ),
     decode=("convert", "explain", "invalid"),
     errors=("ECHO_CHARS", "MAX_MESSAGE", "ApiError", "excerpt"),
     json_values=("NUMBERS_PER_VALUE", "have_more_values", "json_size", "surely_fits", "value_counts"),
+    partial_json=("completing",),
     routes=("API", "Call", "Reply", "Routes"),
 )

@@ -10,7 +10,11 @@ import msgspec
 from attrs import frozen
 
 from engine.core.grammars import Grammar
-from engine.core.parsers import ToolChoice as ToolChoice  # noqa: PLC0414  (a public name of this package too)
+from engine.core.parsers import (
+    JsonScanner,
+    ToolChoice as ToolChoice,  # noqa: PLC0414  (a public name of this package too)
+)
+from engine.core.protocols.partial_json import completing
 
 
 @frozen(kw_only=True)
@@ -94,3 +98,15 @@ def template_arguments(text: str) -> Any:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return text
     return found if isinstance(found, dict) else text
+
+
+def complete_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call as an object in any case: of a text that is none, the members that are complete."""
+    begun = JsonScanner().feed(text.strip())[1]
+    steps = completing(begun)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found = template_arguments(end.value)
+            return found if isinstance(found, dict) else {}

@@ -11,7 +11,13 @@ from decimal import Decimal
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
-from engine.core.grammars import SCHEMA_KEYWORDS, SCHEMA_LIST_KEYWORDS, SCHEMA_MAP_KEYWORDS, schema_keywords
+from engine.core.grammars import (
+    SCHEMA_KEYWORDS,
+    SCHEMA_LIST_KEYWORDS,
+    SCHEMA_MAP_KEYWORDS,
+    restricts_nothing,
+    schema_keywords,
+)
 
 OLD_KEYWORDS = frozenset({"disallow", "divisibleBy", "extends"})
 """Keywords of draft 3 of JSON Schema, which llguidance takes for comments."""
@@ -19,6 +25,8 @@ ESCAPES = 'nrbtf\\"'
 """Escapes in strings: all but \\u, by which an additional property could have the name of another one."""
 MAX_MULTIPLE = 10_000
 """Maximum multipleOf, its digits read as a whole number: llguidance makes a state per remainder, 10 s for 999,983."""
+MAX_BOUND = 9 * 10**17
+"""Maximum size of a bound of numbers, and of the minimum of integers, for which llguidance can write an expression."""
 LITERALS = frozenset({"const", "enum", "properties", "required"})
 """Keywords with texts of the output in them."""
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -98,6 +106,8 @@ def _exact(schema: Any) -> Any:
     _check_count(schema)
     made: dict[str, Any] = {}
     for name, value in schema.items():
+        if restricts_nothing(name, value):
+            continue
         if name in SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
             as_pattern = ecma_pattern if name == "patternProperties" else str
             made[name] = {as_pattern(key): _exact(one) for key, one in value.items()}
@@ -109,11 +119,23 @@ def _exact(schema: Any) -> Any:
             made[name] = ecma_pattern(value)
         else:
             made[name] = value
+    _tighten_bounds(made)
     pattern = FORMATS.get(made["format"]) if isinstance(made.get("format"), str) else None
     if pattern is not None:
         del made["format"]
         made["allOf"] = [*made.get("allOf", []), {"pattern": pattern}]
     return made
+
+
+def _tighten_bounds(schema: dict[str, Any]) -> None:
+    """Replace bounds that llguidance cannot write, as those of int64: less than the schema allows, and all valid."""
+    kind = schema.get("type")
+    numbers = "number" in (kind if isinstance(kind, list) else [kind])
+    bounds: list[tuple[str, int]] = [("minimum", -1), ("exclusiveMinimum", -1)]
+    for name, sign in [*bounds, ("maximum", 1), ("exclusiveMaximum", 1)] if numbers else bounds:
+        value = schema.get(name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value * sign > MAX_BOUND:
+            schema[name] = MAX_BOUND * sign
 
 
 def _check_count(schema: Mapping[str, Any]) -> None:

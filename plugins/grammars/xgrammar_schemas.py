@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
-from engine.core.grammars import schema_keywords
+from engine.core.grammars import restricts_nothing, schema_keywords
 from engine.plugins.grammars.xgrammar_limits import check_counts, check_expression
 
 ANNOTATIONS = frozenset(
@@ -68,7 +68,7 @@ def _closed(schema: Any) -> Any:
         return schema
     if not isinstance(schema, Mapping):
         raise _refusal(str(schema)[:40], "as a schema")
-    made = dict(schema)
+    made = {name: value for name, value in schema.items() if not restricts_nothing(name, value)}
     for name in DEFINITIONS:
         if name in made:
             made[name] = {key: _closed(one) for key, one in _mapping(name, made[name]).items()}

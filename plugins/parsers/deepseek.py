@@ -22,6 +22,8 @@ def _mark(words: str) -> str:
 CALLS, CALLS_END = _mark("tool calls begin"), _mark("tool calls end")
 CALL, CALL_END = _mark("tool call begin"), _mark("tool call end")
 SEPARATOR = _mark("tool sep")
+ENDS = (CALL_END, CALL, CALLS_END)
+"""What may follow a call."""
 FENCE = "```"
 NAME_CHARS = 256
 """Maximum length of what stands before the arguments."""
@@ -99,7 +101,8 @@ class _DeepSeekParsing(TaggedParsing):
             return Found.NOTHING
         before = self.source.unread[start : found[0]].strip()
         at = yield from self.source.skip_space(found[0] + len(SEPARATOR))
-        fenced = (yield from self.source.character(at)) != "{"
+        first = yield from self.source.character(at)
+        fenced = first not in ("{", "") and (yield from self.source.starts_with_one(ENDS, at)) is None
         if fenced:
             opening = yield from self.source.find((FENCE,), at + NAME_CHARS)
             if opening is None:
@@ -110,7 +113,8 @@ class _DeepSeekParsing(TaggedParsing):
                 at += len("json")
         if not before:
             return Found.NOTHING
-        result = yield from read_arguments(self.source, CallBegin(before), at)
+        ends = (FENCE, *ENDS) if fenced else ENDS
+        result = yield from read_arguments(self.source, CallBegin(before), at, ends)
         if result is Found.CALL:
             for mark in (FENCE, CALL_END) if fenced else (CALL_END,):
                 at = yield from self.source.skip_space()

@@ -42,12 +42,15 @@ from engine.core.parsers import (
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
+ENDS = (END, RETURN, CALL, START)
+"""Where the text of a message ends: a message may begin where none has ended."""
 FUNCTIONS = "functions."
 """Begins the recipient of a call."""
 BEGINNINGS = (START, CHANNEL, MESSAGE, CONSTRAIN, "assistant", "to=")
 """A header begins with one of these."""
 HEADER_CHARS = 512
 """Maximum length of a message's header."""
+CHANNELS = ("analysis", "commentary", "final")
 CONTENT_TYPES = ("json", "code")
 """Types of a message's text that a header may name."""
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -141,6 +144,8 @@ class _HarmonyParsing(SequentialParsing):
         """Kinds of text that there have been."""
         self._separate = False
         """Whether the next text comes after that of another message."""
+        self._ended = False
+        """Whether a message has ended."""
 
     @property
     def reasoning(self) -> bool:
@@ -155,6 +160,9 @@ class _HarmonyParsing(SequentialParsing):
         begins = yield from self._begins()
         found = (yield from self.source.find((MESSAGE,), HEADER_CHARS)) if begins else None
         if found is None:
+            if self._ended and self._is_cut_header():
+                self.source.take(len(self.source.unread))
+                return
             if begins:
                 yield Malformed("a message has no text mark; it is content")
             self._begin(Content)
@@ -167,25 +175,35 @@ class _HarmonyParsing(SequentialParsing):
                 yield from self._call(CallBegin(name), found[0] + len(MESSAGE))
                 return
             problem = f"a message is for {header.recipient[:64]!r}, which is none of the tools"
-        elif header.channel not in ("analysis", "commentary", "final"):
+        elif header.channel not in CHANNELS:
             problem = f"a message has the channel {header.channel[:64]!r}, which is unknown"
         elif header.unknown:
             problem = f"the header of a message has {header.unknown[0][:64]!r}, which is unknown"
         else:
             problem = ""
         text = self.source.take(found[0] + len(MESSAGE))
+        self._begin(Reasoning if header.channel == "analysis" else Content)
         if problem:
-            yield Malformed(f"{problem}; the header is content")
-            self._begin(Content)
+            yield Malformed(f"{problem}; the header is {'reasoning' if self._reasoning else 'content'}")
             yield from self._text(text)
-        self._begin(Reasoning if header.channel == "analysis" and not header.recipient else Content)
-        self._separate = self._separate and not problem
         yield from self._rest()
+
+    def _is_cut_header(self) -> bool:
+        """Whether the output ends within what can only be a header."""
+        rest = self.source.unread
+        if not self.source.ended or len(rest) > HEADER_CHARS:
+            return False
+        recipients = [f"to={prefix}{name}" for name in self._tools for prefix in ("", FUNCTIONS)]
+        parts = (START, CHANNEL, MESSAGE, CONSTRAIN, "assistant", *CHANNELS, *CONTENT_TYPES, *recipients)
+        by_length = sorted(parts, key=len, reverse=True)
+        while part := next(filter(rest.lstrip().startswith, by_length), ""):
+            rest = rest.lstrip().removeprefix(part)
+        return any(part.startswith(rest.lstrip()) for part in parts)
 
     def _call(self, begin: CallBegin, at: int) -> Steps[None]:
         """Read the arguments of a call, from position `at` on, and the end of its message."""
         self._reasoning = False
-        found = yield from read_arguments(self.source, begin, at)
+        found = yield from read_arguments(self.source, begin, at, ENDS)
         self._begin(Content)
         if found is Found.NOTHING:
             yield Malformed(f"the call of {begin.name[:64]!r} has no arguments in JSON; it is content")
@@ -193,10 +211,10 @@ class _HarmonyParsing(SequentialParsing):
             yield from self._rest()
             return
         at = yield from self.source.skip_space()
-        for mark in (CALL, END, RETURN):
-            if (yield from self.source.starts_with(mark, at)):
-                self.source.take(at + len(mark))
-                return
+        if (mark := (yield from self.source.starts_with_one(ENDS, at))) is not None:
+            self.source.take(at + len(mark))
+            self._ended = True
+            return
         if found is Found.CALL and not (yield from self.source.character(at)):
             self.source.take(at)
             return
@@ -207,10 +225,7 @@ class _HarmonyParsing(SequentialParsing):
     def _begins(self) -> Steps[bool]:
         """Whether the text goes on with what may be a header."""
         at = yield from self.source.skip_space()
-        for beginning in BEGINNINGS:
-            if (yield from self.source.starts_with(beginning, at)):
-                return True
-        return False
+        return (yield from self.source.starts_with_one(BEGINNINGS, at)) is not None
 
     def _begin(self, kind: type[Reasoning | Content]) -> None:
         """Begin a message whose text is of a kind."""
@@ -218,9 +233,9 @@ class _HarmonyParsing(SequentialParsing):
         self._separate = kind in self._begun
 
     def _rest(self) -> Steps[None]:
-        """Read the text of a message and its end mark. A message may begin where none has ended."""
-        yield from self.source.text_until((END, RETURN, CALL, START), self._text)
-        self._reasoning = False
+        """Read the text of a message and its end mark."""
+        yield from self.source.text_until(ENDS, self._text)
+        self._reasoning, self._ended = False, True
 
     def _text(self, text: str) -> list[Event]:
         if not text:

@@ -10,6 +10,7 @@ from engine.core.parsers import (
     CallFormat,
     Format,
     Found,
+    Malformed,
     OutputRules,
     Parser,
     Parsing,
@@ -90,7 +91,14 @@ class _Llama3Parsing(TaggedParsing):
         last = found
         while last is Found.CALL:
             at = yield from self.source.skip_space()
-            if (yield from self.source.character(at)) == SEPARATOR:
-                self.source.take(at + 1)
-            last = yield from read_call(self.source, self.tools.__contains__)
+            if (yield from self.source.character(at)) != SEPARATOR:
+                last = yield from read_call(self.source, self.tools.__contains__)
+                continue
+            after = yield from self.source.skip_space(at + 1)
+            if not (yield from self.source.character(after)):
+                self.source.take(after)
+                break
+            last = yield from read_call(self.source, self.tools.__contains__, after)
+            if last is Found.NOTHING:
+                yield Malformed("one of several tool calls cannot be read; the text is left as it is")
         return found

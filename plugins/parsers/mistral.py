@@ -97,5 +97,5 @@ class _MistralParsing(TaggedParsing):
             at, mark = id_end
         if not name or any(map(str.isspace, name)):
             return Found.NOTHING
-        after = at + len(mark) if mark != "{" else at
-        return (yield from read_arguments(self.source, CallBegin(name, call_id), after))
+        after, ends = (at, ()) if mark == "{" else (at + len(mark), (MARK,))
+        return (yield from read_arguments(self.source, CallBegin(name, call_id), after, ends))

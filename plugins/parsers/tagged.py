@@ -150,8 +150,8 @@ class TaggedParsing(SequentialParsing):
         yield from self._flush()
 
     def read_beginning(self) -> Steps[None]:
-        """Read the mark of reasoning with which the output may begin."""
-        if self._marks is None or self._reasoning:
+        """Read the mark of reasoning with which the output may begin, even if the prompt has it."""
+        if self._marks is None:
             return
         at = yield from self.source.skip_space()
         if (yield from self.source.starts_with(self._marks[0], at)):

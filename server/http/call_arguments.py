@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from engine.core.protocols import NUMBERS_PER_VALUE, have_more_values, template_arguments
+from engine.core.protocols import NUMBERS_PER_VALUE, complete_arguments, have_more_values, template_arguments
 from engine.server.front_end.errors import ApiError
 
 Message = Mapping[str, Any]
@@ -32,19 +32,25 @@ def with_arguments(messages: Sequence[Message], max_values: int, parameter: str)
             f"(server.max_body_values), or more than {max_values * NUMBERS_PER_VALUE} numbers; send shorter ones",
             param=parameter,
         )
+    return _changed(messages, template_arguments)
+
+
+def with_objects(messages: Sequence[Message]) -> list[Message]:
+    """The messages of `with_arguments` with the complete members of arguments that are no JSON object."""
+    return _changed(messages, complete_arguments)
+
+
+def _changed(messages: Sequence[Message], read: Callable[[str], Any]) -> list[Message]:
+    """The messages with what `read` makes of arguments that are texts."""
     return [
-        {**message, "tool_calls": [_decoded(call) for call in message["tool_calls"]]}
+        {**message, "tool_calls": [_with_arguments(call, read) for call in message["tool_calls"]]}
         if message.get("tool_calls")
         else message
         for message in messages
     ]
 
 
-def _decoded(call: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_arguments(call: Mapping[str, Any], read: Callable[[str], Any]) -> Mapping[str, Any]:
     function = call["function"]
     given = function["arguments"]
-    return (
-        call
-        if not isinstance(given, str)
-        else {**call, "function": {**function, "arguments": template_arguments(given)}}
-    )
+    return call if not isinstance(given, str) else {**call, "function": {**function, "arguments": read(given)}}

@@ -313,7 +313,7 @@ class Generation:
             delta.spans.append((len(delta.events or ()), list(piece.logprobs)))
             delta.events = [*(delta.events or []), *parsed.feed(piece.text, len(piece.tokens))]
             if delta.finish_reason is not None:
-                delta.events += parsed.end()
+                delta.events += parsed.end(by_model=delta.finish_reason == FINISH_STOP and delta.stop_string is None)
             elif parsed.ended:
                 delta.finish_reason = self._stop(choice)
 

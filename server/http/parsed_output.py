@@ -41,11 +41,11 @@ class ParsedOutput:
             self.reasoning_tokens += tokens
         return events
 
-    def end(self) -> list[Event]:
-        """The remaining events."""
+    def end(self, *, by_model: bool = False) -> list[Event]:
+        """The remaining events. by_model: whether the model itself has ended the output."""
         if self.ended:
             return []
-        events = self._up_to_call(self._parsing.end())
+        events = self._up_to_call(self._parsing.end_by_model() if by_model else self._parsing.end())
         self.ended = True
         return events
 

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from attrs import frozen
 
 from engine.core.config import EngineConfig, ServerConfig, served_name
+from engine.core.errors import InvalidRequestError
 from engine.core.parsers import Parser
 from engine.core.protocols import json_size
 from engine.core.text import TokenCache, Tokenizer
@@ -22,7 +23,7 @@ from engine.core.types import Request, SamplingParams
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.front_end.request_trace import Tracer
-from engine.server.http.call_arguments import with_arguments
+from engine.server.http.call_arguments import with_arguments, with_objects
 from engine.server.http.errors import ErrorBody, invalid
 from engine.server.http.messages import Message, template_message
 from engine.server.http.text_threads import TextThreads
@@ -301,9 +302,20 @@ class Service:
         self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], parameter: str, salt: str
     ) -> ChatPrompt:
         messages = with_arguments(messages, self.limits.max_body_values, parameter)
-        text = self.render(messages, **given)
+        text = self._render_calls(messages, given)
         self._check_length(text)
         return ChatPrompt(text, self._token_cache.encode(text, salt))
+
+    def _render_calls(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> str:
+        """Render a conversation. A template that takes no arguments but objects gets the complete members of others,
+        as of a call that was cut short."""
+        try:
+            return self.render(messages, **given)
+        except InvalidRequestError:
+            objects = with_objects(messages)
+            if objects == messages:
+                raise
+        return self.render(objects, **given)
 
     def _encode_long(self, text: str, special: bool = True, param: str | None = None) -> list[int]:
         """Tokenize a text of any length in a time that is bounded by the context's. Raises ApiError."""

@@ -9,8 +9,8 @@ import msgspec
 from attrs import define, field
 
 from engine.core.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Malformed, Reasoning
+from engine.core.protocols import completing
 from engine.plugins.protocols.anthropic import signature
-from engine.plugins.protocols.anthropic.partial_json import completing
 
 BlockEvent = Mapping[str, Any]
 """One of content_block_start, content_block_delta and content_block_stop, as in a stream."""
@@ -40,6 +40,10 @@ class BlockSequence:
         self._hidden: list[str] = []
         """Text of the open thinking block, if it is not shown."""
         self.has_complete_call = False
+        self.open_call: str | None = None
+        """Name of the call that began last, if it is not complete."""
+        self.broken_call: str | None = None
+        """Name of a call that can no longer be completed, other than by the end of the output."""
         self._errors: list[str] = []
 
     @property
@@ -49,6 +53,8 @@ class BlockSequence:
 
     def feed(self, event: Event) -> Iterator[BlockEvent]:
         """The block events of the parser's next event."""
+        if self.open_call is not None and _breaks_call(event):
+            self.broken_call = self.open_call
         match event:
             case Reasoning() if event.text:
                 yield from self.begin_thinking()
@@ -61,12 +67,13 @@ class BlockSequence:
                 yield self.text_delta(event.text)
             case CallBegin():
                 yield from self.end()
+                self.open_call = event.name
                 call_id = ID_PREFIX + (event.id or self._new_call_id())
                 yield from self._open_block(TOOL_USE, {"id": call_id, "name": event.name, "input": {}})
             case CallArguments() if event.text:
                 yield self._delta("input_json_delta", "partial_json", event.text)
             case CallEnd():
-                self.has_complete_call = True
+                self.has_complete_call, self.open_call = True, None
                 yield from self.end()
             case Malformed():
                 self._errors.append(event.reason)
@@ -109,6 +116,13 @@ class BlockSequence:
         return {"type": "content_block_delta", "index": self.index, "delta": {"type": kind, name: text}}
 
 
+def _breaks_call(event: Event) -> bool:
+    """Whether a call that is not complete can no longer become so after an event."""
+    if isinstance(event, Malformed):
+        return not event.at_end
+    return not isinstance(event, CallArguments | CallEnd)
+
+
 @define
 class _Collected:
     """A block and the texts of its deltas, by field."""
@@ -138,14 +152,22 @@ class CollectedBlocks:
         """Note that the call of the last block is complete."""
         self._blocks[-1].is_whole_call = True
 
-    def content(self) -> Iterator[dict[str, Any] | None]:
-        """The elements of a message's `content`, one at a time, and None amid work on a long one."""
+    def content(self, *, cut: bool) -> Iterator[dict[str, Any] | None]:
+        """The elements of a message's `content`, one at a time, and None amid work on a long one.
+
+        cut: whether the output was cut short within its last call, if that is not complete. Such a call has the
+        arguments that are complete; any other that is not complete is text, so that no client runs it without the rest.
+        """
         for block in self._blocks:
             texts = {name: "".join(parts) for name, parts in block.texts.items()}
-            given: dict[str, Any] = texts
-            if block.start["type"] == TOOL_USE:
-                arguments = texts.get("partial_json", "")
-                if not block.is_whole_call:
-                    arguments = yield from completing(arguments)
-                given = {"input": msgspec.Raw(arguments.encode())}
-            yield {**block.start, **given}
+            if block.start["type"] != TOOL_USE:
+                yield {**block.start, **texts}
+                continue
+            arguments = texts.get("partial_json", "")
+            if not (block.is_whole_call or cut):
+                name = msgspec.json.encode(block.start["name"]).decode()
+                yield {"type": TEXT, "text": f'{{"name": {name}, "arguments": {arguments}'}
+                continue
+            if not block.is_whole_call:
+                arguments = yield from completing(arguments)
+            yield {**block.start, "input": msgspec.Raw(arguments.encode())}

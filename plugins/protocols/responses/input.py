@@ -7,7 +7,9 @@ import base64
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import attrs
 import msgspec
+from attrs import define
 
 from engine.core.protocols import ApiError, excerpt
 from engine.plugins.protocols.responses.tools import offered_name
@@ -50,15 +52,50 @@ async def template_messages(given: str | Sequence[Mapping[str, Any]], instructio
     return history.finish()
 
 
+@define
+class _Turn:
+    """A message of the assistant: the reasoning, texts and calls that follow each other, in any order."""
+
+    texts: list[str] = attrs.field(factory=list)
+    reasoning: list[str] = attrs.field(factory=list)
+    calls: list[dict[str, Any]] = attrs.field(factory=list)
+    ends_with_text: bool = False
+    """Whether the last item was a text: one that follows is a line of its own, since no output has it so."""
+
+    def add_text(self, text: str) -> None:
+        """Add the text of a message."""
+        self.texts += ["\n", text] if self.ends_with_text else [text]
+        self.ends_with_text = True
+
+    def add_reasoning(self, text: str) -> None:
+        """Add the text of a reasoning item."""
+        self.reasoning.append(text)
+        self.ends_with_text = False
+
+    def add_call(self, call: dict[str, Any]) -> None:
+        """Add a call."""
+        self.calls.append(call)
+        self.ends_with_text = False
+
+    def message(self) -> Message:
+        """As chat templates expect it."""
+        found: Message = {"role": "assistant", "content": "".join(self.texts)}
+        if self.reasoning:
+            found["reasoning_content"] = "\n".join(self.reasoning)
+        if self.calls:
+            found["tool_calls"] = self.calls
+        return found
+
+
 class _History:
-    """The messages so far. Reasoning, text and calls of one turn of the assistant are one message."""
+    """The messages so far."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
         self._system: list[str] = []
         """System messages at the beginning: they become one, since many templates take only one."""
-        self._reasoning: list[str] = []
-        """Reasoning of the assistant's next message."""
+        self._turn: _Turn | None = None
+        """The assistant's message that ends the conversation so far."""
         self._names: dict[str, str] = {}
         """The functions that were called, by the id of the call."""
         self._readers: dict[str, Callable[[Mapping[str, Any], str], None]] = {
@@ -84,33 +121,32 @@ class _History:
 
     def add_message(self, role: str, content: str) -> None:
         """Add a message."""
-        if role == "system" and not self._messages and not self._reasoning:
+        if role == "system" and not self._messages and self._turn is None:
             self._system.append(content)
         elif role == "assistant":
-            self._messages.append(self._assistant(content))
+            self._assistant().add_text(content)
         else:
-            self._end_reasoning()
+            self._end_turn()
             self._messages.append({"role": role, "content": content})
 
     def finish(self) -> list[Message]:
         """All messages."""
-        self._end_reasoning()
+        self._end_turn()
         if self._system:
             self._messages.insert(0, {"role": "system", "content": "\n\n".join(self._system)})
         return self._messages
 
-    def _assistant(self, content: str = "") -> Message:
-        """A message of the assistant, with the reasoning that came before."""
-        found: Message = {"role": "assistant", "content": content}
-        if self._reasoning:
-            found["reasoning_content"] = "\n".join(self._reasoning)
-            self._reasoning = []
-        return found
+    def _assistant(self) -> _Turn:
+        """The assistant's message that goes on, or a new one."""
+        if self._turn is None:
+            self._turn = _Turn()
+        return self._turn
 
-    def _end_reasoning(self) -> None:
-        """Make a message of reasoning that nothing of the assistant follows."""
-        if self._reasoning:
-            self._messages.append(self._assistant())
+    def _end_turn(self) -> None:
+        """Add the assistant's message, which does not go on."""
+        if self._turn is not None:
+            self._messages.append(self._turn.message())
+            self._turn = None
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:
         _check_fields(item, where, "role", "content")
@@ -126,7 +162,7 @@ class _History:
             text = _decrypted(given, f"{where}.encrypted_content")
         text = text or _parts(item.get("summary") or [], f"{where}.summary", "summary_text")
         if text:
-            self._reasoning.append(text)
+            self._assistant().add_reasoning(text)
 
     def _function_call(self, item: Mapping[str, Any], where: str) -> None:
         _check_fields(item, where, "call_id", "name", "arguments", "namespace")
@@ -144,15 +180,13 @@ class _History:
 
     def _add_call(self, call_id: str, name: str, arguments: Any) -> None:
         self._names[call_id] = name
-        if self._reasoning or not self._messages or self._messages[-1]["role"] != "assistant":
-            self._messages.append(self._assistant())
-        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        self._messages[-1].setdefault("tool_calls", []).append(call)
+        function = {"name": name, "arguments": arguments}
+        self._assistant().add_call({"id": call_id, "type": "function", "function": function})
 
     def _call_output(self, item: Mapping[str, Any], where: str) -> None:
         _check_fields(item, where, "call_id", "output", "name", "namespace")
         call_id = _string(item, "call_id", where)
-        self._end_reasoning()
+        self._end_turn()
         message: Message = {
             "role": "tool",
             "content": _text(item.get("output"), f"{where}.output"),

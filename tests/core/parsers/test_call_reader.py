@@ -92,15 +92,26 @@ def test_what_breaks_a_call_is_said() -> None:
         Malformed("the arguments of a tool call are not JSON"),
         Content("x}}"),
     ]
-    found, events = parse('{"name": "f", "arguments": {"a"')
+    found, events = parse('{"name": "f", "arguments": {"a": 1, ')
     assert found is Found.BROKEN
-    assert isinstance(events[-1], Malformed)
+    assert "".join(event.text for event in events if isinstance(event, CallArguments)) == '{"a": 1, '
+    assert events[-1] == Malformed("the output ended within the arguments of a tool call", at_end=True)
     found, events = parse('{"name": "f", "arguments": {}')
     assert found is Found.CALL
     assert events[2:] == [CallEnd(), Malformed("a tool call is not closed after its arguments")]
     found, events = parse('{"name": "f", "arguments": {}, "why": "rain"}')
     assert found is Found.CALL
     assert events[3:] == [Malformed("a tool call has the key 'why', which is left out")]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "f", "arguments": {"a": True,},}', '{"arguments": {"a": True}, "name": "f", }']
+)
+def test_python_in_a_call_is_read_as_json(text: str) -> None:
+    found, events = parse(text)
+    assert found is Found.CALL
+    assert [event for event in events if not isinstance(event, CallArguments)] == [CallBegin("f"), CallEnd()]
+    assert "".join(event.text for event in events if isinstance(event, CallArguments)) == '{"a": true}'
 
 
 def test_megabytes_of_arguments_cost_time_in_proportion() -> None:

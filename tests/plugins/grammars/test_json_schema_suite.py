@@ -89,6 +89,71 @@ def test_llguidance_accepts_what_is_right(schema: dict[str, Any], right: str) ->
 
 
 @pytest.mark.parametrize(
+    "keyword",
+    [
+        {"propertyNames": True},
+        {"propertyNames": {}},
+        {"propertyNames": {"type": "string", "description": "a name"}},
+        {"propertyNames": {"type": ["string", "null"]}},
+        {"uniqueItems": False},
+        {"dependentRequired": {}},
+        {"dependentSchemas": {}},
+        {"dependencies": {}},
+        {"unevaluatedProperties": True},
+        {"unevaluatedItems": {}},
+    ],
+    ids=str,
+)
+@both
+def test_a_keyword_is_accepted_when_it_restricts_nothing(name: str, keyword: dict[str, Any]) -> None:
+    kind, text = ("array", '{"a":[]}') if next(iter(keyword)).endswith("Items") else ("object", '{"a":{}}')
+    schema = {"type": "object", "properties": {"a": {"type": kind, **keyword}}}
+    assert matches(backend(name).compile(Grammar.json_schema(schema)), text)
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        {"propertyNames": False},
+        {"propertyNames": {"type": "integer"}},
+        {"propertyNames": {"type": "string", "minLength": 1}},
+        {"uniqueItems": True},
+        {"dependentRequired": {"a": ["b"]}},
+        {"unevaluatedProperties": False},
+    ],
+    ids=str,
+)
+@both
+def test_a_keyword_is_refused_when_it_restricts_something(name: str, keyword: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=next(iter(keyword))):
+        backend(name).compile(Grammar.json_schema(keyword))
+
+
+INT64 = {"minimum": -(2**63), "maximum": 2**63 - 1}
+FLOAT32 = {"minimum": -3.4028234663852886e38, "maximum": 3.4028234663852886e38}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "integer", **INT64}, ["-5", str(-(10**17)), str(2**63 - 1)], ["1.5", str(2**63), str(-(2**63) - 1)]),
+        ({"type": "integer", "exclusiveMinimum": -(2**63)}, ["-5", str(10**17)], ["1.5"]),
+        ({"type": ["integer", "null"], **INT64}, ["5", "null"], ["1.5", str(2**63)]),
+        ({"type": "number", **INT64}, ["-5", "1.5"], [str(2**64)]),
+        ({"type": "number", **FLOAT32}, ["-5", "1.5"], ["1e39"]),
+        ({"type": "integer", "allOf": [{"maximum": 2**63 - 1}]}, [str(2**63 - 1)], [str(2**63)]),
+    ],
+    ids=str,
+)
+def test_llguidance_accepts_bounds_when_they_are_those_of_a_type(
+    schema: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    compiled = backend("llguidance").compile(Grammar.json_schema(schema))
+    assert [text for text in right if not matches(compiled, text)] == []
+    assert [text for text in wrong if matches(compiled, text)] == []
+
+
+@pytest.mark.parametrize(
     ("schema", "reason"),
     [
         ({"minProperties": 2}, "minProperties of an object with additional properties"),

@@ -20,6 +20,7 @@ HERMES_EXAMPLES = (
     Example("  spaces stay \n", content="  spaces stay \n"),
     Example("<think>\nhmm, the weather\n</think>\n\nsunny", reasoning="hmm, the weather", content="sunny"),
     Example("hmm\n</think>\n\nsunny", prompt="<|im_start|>assistant\n<think>\n", reasoning="hmm", content="sunny"),
+    Example("<think>\nhmm <think>\n</think>\n\nsunny", prompt="<|im_start|>assistant\n<think>\n", reasoning="hmm <think>", content="sunny"),
     Example("sunny </think>", prompt="<think>\n\n</think>\n\n", content="sunny </think>"),
     Example("<think>\n\n</think>\n\nsunny", content="sunny"),
     Example("<think>hmm", reasoning="hmm"),
@@ -58,6 +59,11 @@ HERMES_EXAMPLES = (
         malformed=True,
     ),
     Example(
+        r'''<tool_call>{"name": "f", "arguments": {"city": "Rome", "it\'s": [True, None,],},}</tool_call> sunny''',
+        content=" sunny",
+        calls=(("f", {"city": "Rome", "it's": [True, None]}),),
+    ),
+    Example(
         '<tool_call>{"name": "f", "arguments": {"city": "Ro', calls=(("f", '{"city": "Ro'),), malformed=True
     ),
     Example("The mark is <tool_call>, sunny", content="The mark is <tool_call>, sunny", malformed=True),
@@ -82,7 +88,11 @@ LLAMA3_EXAMPLES = (
     Example('{"name": "f", "weather": "sunny"}', content='{"name": "f", "weather": "sunny"}'),
     Example('{"weather": {"city": "Rome"}}', content='{"weather": {"city": "Rome"}}'),
     Example('<|python_tag|>search("Rome")', content='<|python_tag|>search("Rome")', malformed=True),
-    Example('{"name": "f", "parameters": {"city": "Rome", }}', content='}}', calls=(("f", '{"city": "Rome", '),), malformed=True),
+    Example('{"name": "f", "parameters": {"city": "Rome", }}', calls=(("f", ROME),)),
+    Example('{"name": "f", "parameters": {"city": Rome}}', content='Rome}}', calls=(("f", '{"city": '),), malformed=True),
+    Example('{"name": "f", "parameters": {}}; {"name": "zz", "parameters": {}}', content='; {"name": "zz", "parameters": {}}', calls=(("f", {}),), malformed=True),
+    Example('{"name": "f", "parameters": {}}; sunny', content="; sunny", calls=(("f", {}),), malformed=True),
+    Example('{"name": "f", "parameters": {}} ; ', calls=(("f", {}),)),
     Example('{"name": "f", "parameters": {}} sunny', content=" sunny", calls=(("f", {}),)),
     Example('{"name": "f", "parameters": {}}', content='{"name": "f", "parameters": {}}', tools=()),
     Example("{", content="{"),
@@ -99,6 +109,8 @@ MISTRAL_EXAMPLES = (
     Example('[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"city": "Rome"}', calls=(("f", ROME),)),
     Example('[TOOL_CALLS]f{"city": "Rome"}[TOOL_CALLS]g[ARGS]{}', calls=(("f", ROME), ("g", {}))),
     Example('Let me see.[TOOL_CALLS]f[ARGS]{"city": "Rome"}', content="Let me see.", calls=(("f", ROME),)),
+    Example("[TOOL_CALLS]f[ARGS][TOOL_CALLS]g[CALL_ID]abcdefghi[ARGS] [TOOL_CALLS]f[ARGS]{}", calls=(("f", {}), ("g", {}), ("f", {}))),
+    Example("[TOOL_CALLS]f[ARGS]", content="[TOOL_CALLS]f[ARGS]", malformed=True),
     Example("[TOOL_CALLS] sunny in Rome", content="[TOOL_CALLS] sunny in Rome", malformed=True),
     Example('[TOOL_CALLS] [{"name": "f"', content='[TOOL_CALLS] [{"name": "f"', malformed=True),
     Example('[TOOL_CALLS]f[ARGS]sunny', content='[TOOL_CALLS]f[ARGS]sunny', malformed=True),
@@ -133,6 +145,17 @@ DEEPSEEK_EXAMPLES = (
         calls=(("f", ROME), ("g", {})),
     ),
     Example(deepseek("<|tool calls begin|><|tool call begin|>f<|tool sep|>{}"), calls=(("f", {}),)),
+    Example(
+        deepseek("<|tool calls begin|>" + _V31.format("f", "") + _V31.format("g", '{"city": "Rome"}') + "<|tool calls end|>sunny"),
+        content="sunny",
+        calls=(("f", {}), ("g", ROME)),
+    ),
+    Example(deepseek("<|tool calls begin|><|tool call begin|>f<|tool sep|>\n<|tool calls end|>"), calls=(("f", {}),)),
+    Example(deepseek("<|tool calls begin|><|tool call begin|>f<|tool sep|><|tool call begin|>g<|tool sep|>{}"), calls=(("f", {}), ("g", {}))),
+    Example(
+        deepseek("<|tool calls begin|>" + _R1.format("f", "") + "\n" + _R1.format("g", "{}").replace("\n```<", "<") + "<|tool calls end|>"),
+        calls=(("f", {}), ("g", {})),
+    ),
     Example(
         deepseek("<|tool calls begin|>sunny<|tool calls end|>"),
         content=deepseek("<|tool calls begin|>sunny<|tool calls end|>"),
@@ -178,7 +201,18 @@ GPT_OSS_EXAMPLES = (
     Example("<|channel|>final sunny", content="<|channel|>final sunny", malformed=True),
     Example("<|channel|>radio<|message|>sunny", content="<|channel|>radio<|message|>sunny", malformed=True),
     Example("<|start|>Rome<|channel|>final<|message|>sunny", content="<|start|>Rome<|channel|>final<|message|>sunny", malformed=True),
-    Example("<|channel|>analysis weather<|message|>hmm", content="<|channel|>analysis weather<|message|>", reasoning="hmm", malformed=True),
+    Example("<|channel|>analysis weather<|message|>hmm", reasoning="<|channel|>analysis weather<|message|>hmm", malformed=True),
+    Example(
+        "<|channel|>analysis<|message|>hmm<|end|><|start|>assistant<|channel|>analysis to=python code<|message|>print(1)<|call|>",
+        reasoning="hmm\n<|start|>assistant<|channel|>analysis to=python code<|message|>print(1)",
+        malformed=True,
+    ),
+    *(
+        Example(f"<|channel|>analysis<|message|>hmm<|end|><|start|>{header}", reasoning="hmm")
+        for header in ("", "assi", "assistant", "assistant<|ch", "assistant<|channel|>comm", "assistant<|channel|>commentary to=functions.f <|constrain|>js")
+    ),
+    Example("<|channel|>analysis<|message|>hmm<|end|><|start|>assistant sunny", reasoning="hmm", content="assistant sunny", malformed=True),
+    Example("<|channel|>final<|message|>sunny<|end|><|start|>assistant to=functions.Rome", content="sunny\nassistant to=functions.Rome", malformed=True),
     Example(
         "<|channel|>commentary to=browser.search<|message|>Rome<|end|>",
         content="<|channel|>commentary to=browser.search<|message|>Rome",
@@ -188,6 +222,13 @@ GPT_OSS_EXAMPLES = (
         "<|channel|>commentary to=functions.f<|message|>Rome<|call|>",
         content="<|channel|>commentary to=functions.f<|message|>Rome",
         malformed=True,
+    ),
+    Example("<|channel|>commentary to=functions.f <|constrain|>json<|message|><|call|>", calls=(("f", {}),)),
+    Example(
+        "<|channel|>commentary to=functions.f<|message|>\n<|end|><|start|>assistant<|channel|>commentary to=functions.g"
+        "<|message|><|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|start|>assistant<|channel|>final<|message|>sunny",
+        content="sunny",
+        calls=(("f", {}), ("g", {}), ("f", {})),
     ),
     Example(" to=functions.f<|message|>", content=" to=functions.f<|message|>", malformed=True),
     Example("<|channel|><|message|>Rome<|end|>", content="<|channel|><|message|>Rome", malformed=True),

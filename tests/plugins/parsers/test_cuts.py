@@ -31,6 +31,7 @@ WORDS = [
     '"',
     '{"name": "f", "arguments": {"city": "Rome"}}',
     '{"a": 1}',
+    r"""{"it\'s": [True, None,],}""",
 ]
 
 

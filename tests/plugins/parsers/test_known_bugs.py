@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.core.errors import InvalidRequestError
 from engine.core.grammars import CompiledGrammar, Grammar, GrammarVocabulary, compile_with_tools
-from engine.core.parsers import Content, OutputRules, ToolChoice
+from engine.core.parsers import Content, OutputRules, Parser, ToolChoice
 from engine.plugins.grammars.llguidance import LLGuidance
 from engine.plugins.grammars.xgrammar import XGrammar
+from engine.plugins.parsers.deepseek import DeepSeek
 from engine.plugins.parsers.gpt_oss import GptOss
 from engine.plugins.parsers.hermes import Hermes
+from engine.plugins.parsers.mistral import Mistral
 from engine.plugins.parsers.tagged import ReasoningOptions, ReasoningTags, TaggedParsing
 from engine.testing.parser_grammars import TOOLS, MarkedVocabulary
 from engine.testing.parsers import Answer
@@ -175,6 +178,38 @@ def test_the_mark_that_ends_a_call_of_gpt_oss_ends_the_output() -> None:
                 assert matcher.accept(token), (part, token)
         assert matcher.accept(ids["<|call|>"])
         assert matcher.is_terminated
+
+
+def test_a_refusal_is_that_of_the_schema_alone_when_there_is_reasoning(backend: LLGuidance) -> None:
+    for content, kind in ((Grammar.json_schema({"uniqueItems": True}), "JSON schema"), (Grammar.regex("("), "regular")):
+        with pytest.raises(InvalidRequestError, match=f"^llguidance refuses the {kind}") as caught:
+            compiled(backend, THINKING, content=content)
+        assert "think" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (GptOss(None, examples.GPT_OSS), "<|channel|>commentary to=functions.now <|constrain|>json<|message|>"),
+        (Mistral(ReasoningOptions(), examples.MISTRAL), "[TOOL_CALLS]now[ARGS] "),
+        (
+            DeepSeek(ReasoningOptions(), examples.DEEPSEEK),
+            examples.deepseek("<|tool calls begin|><|tool call begin|>now<|tool sep|>"),
+        ),
+    ],
+    ids=["gpt_oss", "mistral", "deepseek"],
+)
+def test_a_call_without_arguments_is_complete_only_if_the_model_ended_the_output(
+    parser: Parser[Any], text: str
+) -> None:
+    for by_model, wanted in ((True, [("now", "{}")]), (False, [])):
+        for pieces in ([text], list(text)):
+            parsing = parser.begin("", TOOLS)
+            assert parsing is not None
+            events = [event for piece in pieces for event in parsing.feed(piece)]
+            answer = Answer.of([*events, *(parsing.end_by_model() if by_model else parsing.end())])
+            assert calls(answer) == wanted
+            assert bool(answer.content) is not by_model
 
 
 def test_white_space_that_may_end_a_text_is_held_in_pieces() -> None:

@@ -207,9 +207,34 @@ def test_items_of_one_turn_are_one_message() -> None:
         {"role": "assistant", "content": "", "reasoning_content": "h", "tool_calls": [called(3)]},
         result(3),
         {"role": "system", "content": "i"},
-        {"role": "assistant", "content": "j"},
-        {"role": "assistant", "content": "", "reasoning_content": "k"},
+        {"role": "assistant", "content": "j", "reasoning_content": "k"},
     ]
+
+
+def test_items_of_one_turn_are_one_message_in_any_order() -> None:
+    def call(number: int) -> dict[str, Any]:
+        return {"type": "function_call", "call_id": str(number), "name": "f", "arguments": "{}"}
+
+    def output(number: int) -> dict[str, Any]:
+        return {"type": "function_call_output", "call_id": str(number), "output": ""}
+
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
+
+    def text(said: str) -> dict[str, Any]:
+        return {"role": "assistant", "content": said}
+
+    for items, content, reasoning, calls in (
+        ((text("a"), call(1), text("mid"), call(2)), "amid", None, ["1", "2"]),
+        ((thought("b"), call(1), thought("c"), text("d")), "d", "b\nc", ["1"]),
+        ((call(1), text("e")), "e", None, ["1"]),
+        ((text("f"), text("g")), "f\ng", None, []),
+    ):
+        found = messages(*items, output(2), output(1), text("next"))
+        assert [message["role"] for message in found] == ["assistant", "tool", "tool", "assistant"]
+        assert (found[0]["content"], found[0].get("reasoning_content")) == (content, reasoning)
+        assert [one["id"] for one in found[0].get("tool_calls", ())] == calls
+        assert found[-1]["content"] == "next"
 
 
 def test_reasoning_is_read_from_the_fullest_field() -> None:

@@ -163,12 +163,16 @@ def test_what_does_not_parse_is_text_and_is_said(api: httpx.Client) -> None:
     assert message["content"] == [{"type": "text", "text": "<tool_call>weather</tool_call>"}]
     assert "no call that can be read" in message["parse_error"]
     message = whole(api, WRONG, tools=TOOLS)
-    call, rest = message["content"]
-    assert (call["input"], rest["text"]) == ({"city": "Rome"}, "x}}")
+    assert "".join(block["text"] for block in message["content"]) == WRONG[len("<tool_call>") : -len("</tool_call>")]
     assert message["stop_reason"] == "end_turn"
-    other = streamed(api, WRONG, tools=TOOLS)
-    assert other["content"][1] == rest
-    assert other["parse_error"] == message["parse_error"]
+
+
+def test_a_stream_ends_with_an_error_when_a_call_has_begun_that_does_not_parse(api: httpx.Client) -> None:
+    response = api.post(PATH, json=asked(WRONG, tools=TOOLS, stream=True))
+    *events, error = events_of(response.text)
+    assert events[-1]["type"] == "content_block_delta"
+    assert (error["type"], error["error"]["type"]) == ("error", "api_error")
+    assert "the call of 'weather', a part of which was sent, cannot be completed" in error["error"]["message"]
 
 
 def test_reasoning_that_is_omitted_comes_back_in_the_next_turn(api: httpx.Client) -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from engine.core.parsers import Parsing, Templates as ModelTemplates
+from engine.core.parsers import Content, Event, Parsing, Templates as ModelTemplates
 from engine.core.protocols import Delta
 from engine.core.types import Output, Request, SamplingParams
 from engine.plugins.parsers.tagged import ReasoningOptions, ReasoningTags
@@ -235,3 +235,36 @@ def test_leaving_aborts_the_running_choices_together(client: GroupOnly, generati
     put(client, 1, b"a", last=True)
     generation.__exit__(None, None, None)
     assert client.aborted == [0, 2]
+
+
+class EndingParsing(Parsing):
+    """Says who has ended the output."""
+
+    reasoning = False
+
+    def feed(self, text: str) -> list[Event]:
+        return []
+
+    def end(self) -> list[Event]:
+        return [Content("cut")]
+
+    def end_by_model(self) -> list[Event]:
+        return [Content("by the model")]
+
+
+@pytest.mark.parametrize(
+    ("reason", "text", "ended"), [("stop", b"a", "by the model"), ("length", b"a", "cut"), ("stop", b"ax", "cut")]
+)
+def test_a_parser_knows_who_ended_the_output(client: GroupOnly, reason: Any, text: bytes, ended: str) -> None:
+    requests = [Request(id="x", prompt=(1, 2), params=SamplingParams(stop=("x",)))]
+    said: list[Event] = []
+
+    def collect(delta: Delta) -> Iterator[bytes]:
+        said.extend(delta.said)
+        yield b""
+
+    given: Any = (client, ByteTokenizer(""), requests, 1, OutputFormat(begin=EndingParsing))
+    with Generation(*given) as generation:
+        client.group.put(0, tuple(text), Output(request="x", tokens=tuple(text), finish_reason=reason))
+        generation.events(None, collect)
+    assert said == [Content(ended)]

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from engine.server.front_end.errors import ApiError
-from engine.server.http.call_arguments import with_arguments
+from engine.server.http.call_arguments import with_arguments, with_objects
 from engine.server.http.messages import Message, template_message
 from engine.server.http.request_bodies import decode
 
@@ -45,6 +45,28 @@ def test_arguments_are_an_object_unless_they_were_cut_short(text: str, arguments
     call = CALL | {"function": {"name": "f", "arguments": text}}
     [found] = rendered(role="assistant", tool_calls=[call])["tool_calls"]
     assert found["function"]["arguments"] == arguments
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"a": [1, 2], "b": {"c": "d', {"a": [1, 2], "b": {}}),
+        ('{"a": True, "b": x}', {"a": True}),
+        ('{"a": 1} and more', {"a": 1}),
+        ('{"a": "\\ud800', {}),
+        ('{"a": "\\ud800"', {}),
+        ("[1]", {}),
+        ("x", {}),
+    ],
+)
+def test_arguments_are_their_complete_members_when_a_template_takes_no_text(text: str, arguments: Any) -> None:
+    whole = {"id": "c2", "type": "function", "function": {"name": "g", "arguments": {"z": 1}}}
+    broken = CALL | {"function": {"name": "f", "arguments": text}}
+    given = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [broken, whole]}]
+    [user, message] = with_objects(given)
+    assert user == given[0]
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == [arguments, {"z": 1}]
+    assert with_objects([user, message]) == [user, message]
 
 
 def test_arguments_of_many_values_are_refused_before_they_are_decoded() -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from engine.core.config import EngineConfig
+from engine.core.errors import InvalidRequestError
 from engine.core.protocols import json_size
 from engine.core.types import SamplingParams
 from engine.server.front_end.errors import ApiError
@@ -53,6 +54,31 @@ def service(tokenizer: CountingTokenizer, fake_config: Callable[..., EngineConfi
     )
     client = SimpleNamespace(phases=PhaseTimes(), traced=lambda _, work: work)
     return Service(fake_config(), cast("Any", client), cast("Any", tokenizer), started, 0)
+
+
+class StrictTokenizer(CountingTokenizer):
+    """Its template iterates over the arguments of calls; the text "refused" it never takes."""
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        calls = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
+        if any(isinstance(arguments, str) for arguments in calls) or messages[0]["content"] == "refused":
+            raise InvalidRequestError("the chat template rejects this conversation", "messages")
+        return "".join(f"{name}={value};" for arguments in calls for name, value in arguments.items())
+
+
+@pytest.mark.parametrize("tokenizer", [StrictTokenizer()])
+def test_a_conversation_goes_on_after_a_call_that_was_cut_short(service: Service) -> None:
+    def encoded(arguments: str, content: str = "a") -> str:
+        call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return asyncio.run(service.encode_conversation(messages)).text
+
+    assert encoded('{"a": 1, "b": 2') == "a=1;"
+    assert encoded('{"a": 1, "b": 2}') == "a=1;b=2;"
+    assert encoded("x") == ""
+    for arguments in ("x", "{}"):
+        with pytest.raises(InvalidRequestError, match="rejects"):
+            encoded(arguments, "refused")
 
 
 def user(content: str) -> Message:

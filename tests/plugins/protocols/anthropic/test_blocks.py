@@ -71,11 +71,11 @@ def joined(parts: Sequence[BlockEvent]) -> list[dict[str, Any]]:
     return blocks
 
 
-def collected(parts: Sequence[BlockEvent]) -> list[dict[str, Any]]:
+def collected(parts: Sequence[BlockEvent], *, cut: bool = True) -> list[dict[str, Any]]:
     blocks = CollectedBlocks()
     for part in parts:
         blocks.add(part)
-    found = [one for one in blocks.content() if one is not None]
+    found = [one for one in blocks.content(cut=cut) if one is not None]
     content: list[dict[str, Any]] = json.loads(msgspec.json.encode(found))
     return content
 
@@ -155,13 +155,21 @@ def test_an_answer_of_every_kind_of_block() -> None:
     assert sequence.error is None
 
 
-def test_a_call_that_is_not_json_stays_with_its_complete_arguments_and_the_rest_is_text() -> None:
+def test_a_call_is_text_when_it_turns_out_not_to_be_json() -> None:
     parts, sequence = parsed([SAID[4]])
-    call, text = collected(parts)
-    assert (call["type"], call["input"]) == ("tool_use", {})
-    assert text == {"type": "text", "text": "Rome}} after"}
+    assert collected(parts, cut=False) == [
+        {"type": "text", "text": '{"name": "weather", "arguments": {"city": '},
+        {"type": "text", "text": "Rome}} after"},
+    ]
     assert not sequence.has_complete_call
+    assert sequence.broken_call == "weather"
     assert sequence.error is not None
+
+
+def test_a_call_is_not_broken_when_the_output_ends_within_it() -> None:
+    _, sequence = parsed([SAID[6]])
+    assert sequence.open_call == "weather"
+    assert sequence.broken_call is None
 
 
 def test_reasoning_that_is_not_shown_is_carried_by_the_signature() -> None:

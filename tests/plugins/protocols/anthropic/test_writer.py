@@ -86,7 +86,6 @@ def test_a_stream_begins_with_the_message_and_ends_with_its_reason() -> None:
     [
         (last(), USAGE, "end_turn"),
         (last(CALL), USAGE, "tool_use"),
-        (last([CallBegin("f"), Malformed("wrong")]), USAGE, "end_turn"),
         (last(CALL, stop_string="x"), USAGE, "stop_sequence"),
         (last(CALL, "length"), USAGE, "max_tokens"),
         (last(None, "length"), Usage(10, 4), "model_context_window_exceeded"),
@@ -99,6 +98,49 @@ def test_the_reason_why_it_ended_is_the_same_in_a_stream(delta: Delta, usage: Us
     assert body["stop_sequence"] == delta.stop_string
     assert ending == {key: body[key] for key in ending}
     assert ending.get("parse_error") == body.get("parse_error")
+
+
+BEGUN: list[Event] = [CallBegin("f"), CallArguments('{"path": "/data", "dry_run": ')]
+CUT = Malformed("the output ended", at_end=True)
+
+
+@pytest.mark.parametrize(
+    "delta", [last([*BEGUN, CUT], "length"), last([*BEGUN, CUT], stop_string="x"), last(BEGUN, "length")]
+)
+def test_a_call_has_its_complete_arguments_when_it_is_cut_short(delta: Delta) -> None:
+    [call] = whole(delta)["content"]
+    assert (call["type"], call["input"]) == ("tool_use", {"path": "/data"})
+    assert stream(delta)[-1]["type"] == "message_stop"
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        last([*BEGUN, Malformed("wrong"), Content("True}}")]),
+        last([*BEGUN, Malformed("wrong"), Content("True}}")], "length"),
+        last([*BEGUN, Malformed("wrong")], "length"),
+        last([*BEGUN, Malformed("wrong")], stop_string="x"),
+        last([*BEGUN, CUT]),
+        last(BEGUN),
+    ],
+)
+def test_a_call_is_text_or_the_error_of_a_stream_when_it_breaks(delta: Delta) -> None:
+    body = whole(delta)
+    assert "".join(block["text"] for block in body["content"]).removesuffix("True}}") == (
+        '{"name": "f", "arguments": {"path": "/data", "dry_run": '
+    )
+    assert body["stop_reason"] != "tool_use"
+    answer, sent = writer(), []
+    with pytest.raises(ApiError, match="the call of 'f'") as raised:
+        sent += answer.events(delta, lambda: USAGE)
+    assert raised.value.status == 500
+    assert b"content_block_stop" not in b"".join(sent)
+
+
+def test_other_calls_stay_when_one_breaks() -> None:
+    body = whole(last([*CALL, *BEGUN, Malformed("wrong"), Content("x"), *CALL]))
+    assert [block["type"] for block in body["content"]] == ["tool_use", "text", "text", "tool_use"]
+    assert body["stop_reason"] == "tool_use"
 
 
 def test_what_could_not_be_parsed_is_said() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from engine.plugins.protocols.anthropic.partial_json import STEPS_AT_A_TIME, completing
+from engine.core.protocols.partial_json import STEPS_AT_A_TIME, completing
 
 TEXTS = st.text(alphabet='"\\{}[],: a1\né', max_size=4)
 SCALARS = st.sampled_from([None, True, False, 0, -1.5e300, 12]) | TEXTS
