@@ -9,7 +9,14 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from engine.core.config import ServerConfig
-from engine.core.protocols import NUMBERS_PER_VALUE, explain, surely_fits, value_counts
+from engine.core.protocols import (
+    NUMBERS_PER_VALUE,
+    explain,
+    has_unknown_field,
+    surely_fits,
+    value_counts,
+    without_unknown_nulls,
+)
 from engine.server.front_end.errors import ApiError
 from engine.server.http.chat_tools import Tool
 from engine.server.http.errors import invalid
@@ -208,8 +215,18 @@ def _too_large(max_bytes: int, limit: str) -> ApiError:
 def decode(body: bytes, kind: type[T]) -> T:
     """Decode the JSON `body` as one of the types above. Raises ApiError."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        return _decode(body, kind)
     except msgspec.ValidationError as error:
         raise explain(str(error), replaced=REPLACED) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {error}") from None
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
+    """Decode `body`; unknown fields are refused unless they are null. Raises what msgspec raises."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        if not has_unknown_field(str(error)):
+            raise
+    return msgspec.convert(without_unknown_nulls(msgspec.json.decode(body), kind), kind, str_keys=True)

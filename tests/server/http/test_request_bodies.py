@@ -85,9 +85,31 @@ def test_null_means_not_given() -> None:
     assert decode(msgspec.json.encode(detokenize), DetokenizeBody).tokens == [1]
 
 
+def test_an_unknown_field_means_nothing_when_it_is_null() -> None:
+    call = {"id": "c", "x": None, "function": {"name": "f", "arguments": "{}", "x": None}, "custom": None}
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hi", "x": None}, {"role": "assistant", "tool_calls": [call]}],
+        "tools": [{"type": "function", "x": None, "function": {"name": "f", "x": None, "parameters": {"x": None}}}],
+        "stream_options": {"x": None},
+        "logit_bias": {"7": 1},
+        "response_format": {"x": None},
+        "x": None,
+    }
+    found = decode(msgspec.json.encode(body), ChatBody)
+    assert found.messages[1].tool_calls is not None
+    assert found.tools is not None
+    assert found.tools[0].function is not None
+    assert found.tools[0].function.parameters == {"x": None}, "free JSON is not changed"
+    assert found.response_format == {"x": None}
+    assert found.logit_bias == {7: 1.0}
+
+
 @pytest.mark.parametrize(
     ("kind", "body", "param", "words"),
     [
+        (ChatBody, CHAT | {"x": None, "y": 0}, "y", "is not a parameter of this server"),
+        (ChatBody, CHAT | {"x": None, "functions": [{}]}, "functions", "use tools instead"),
         (CompletionBody, COMPLETION | {"topk": 3}, "topk", "is not a parameter of this server"),
         (CompletionBody, COMPLETION | {"suffix": "x"}, "suffix", "is not supported"),
         (CompletionBody, COMPLETION | {"temperature": "hot"}, "temperature", "expected float"),
