@@ -21,6 +21,7 @@ from engine.core.lazy import exports
 if TYPE_CHECKING:
     from engine.core.protocols.answer import (
         DONE as DONE,
+        KEEP_ALIVE as KEEP_ALIVE,
         AnswerWriter as AnswerWriter,
         Delta as Delta,
         Template as Template,
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
-    answer=("DONE", "AnswerWriter", "Delta", "Template", "Usage", "error_event", "sse_event"),
+    answer=("DONE", "KEEP_ALIVE", "AnswerWriter", "Delta", "Template", "Usage", "error_event", "sse_event"),
     conversation=("Conversation", "FunctionTool", "ParameterNames", "ToolChoice", "template_arguments"),
     decode=("convert", "explain", "has_unknown_field", "invalid", "without_unknown_nulls"),
     errors=("ECHO_CHARS", "MAX_MESSAGE", "ApiError", "excerpt"),
