@@ -78,7 +78,7 @@ def constraints(service: Service) -> dict[str, Schema]:
             "maxProperties": limits.max_logit_bias,
         },
         "logprobs": logprobs,
-        "top_logprobs": logprobs | {"description": "Only with logprobs: true."},
+        "top_logprobs": logprobs | {"description": "Above 0 only with logprobs: true."},
         "stream_options": {**ref("StreamOptions"), "description": "Only with stream: true."},
         "response_format": {"oneOf": [_format("text"), _format("json_object"), _json_schema_format()]},
         "structured_outputs": {

@@ -29,6 +29,8 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """Extension: with include_usage, every chunk has the usage so far."""
+    include_obfuscation: Literal[False] | None = None
+    """Only false: events are not padded."""
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
@@ -119,12 +121,15 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     service_tier: Literal["auto", "default"] | None = None
     store: bool | None = None
     """Only false: the server stores nothing."""
+    modalities: list[Literal["text"]] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
+    """in-memory is an older spelling."""
+    verbosity: Literal["medium"] | None = None
+    """medium, OpenAI's default, asks for nothing."""
     # OpenAI's parameters that this server does not support: only null is accepted.
     audio: None = None
     function_call: None = None
     functions: None = None
-    modalities: None = None
-    verbosity: None = None
     web_search_options: None = None
 
 

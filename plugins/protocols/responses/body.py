@@ -101,7 +101,8 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Limits calls of tools that the server runs; there are none."""
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory"] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
+    """in-memory is an older spelling."""
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: bool | None = None

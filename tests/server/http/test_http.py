@@ -179,6 +179,11 @@ def test_chat_without_max_tokens_fills_the_context(http: httpx.Client) -> None:
     assert usage["total_tokens"] == 256
 
 
+def test_chat_takes_no_top_logprobs_without_logprobs(http: httpx.Client) -> None:
+    body = http.post("/v1/chat/completions", json=CHAT | {"logprobs": False, "top_logprobs": 0}).json()
+    assert body["choices"][0]["logprobs"] is None
+
+
 def test_chat_takes_text_parts(http: httpx.Client) -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     body = CHAT | {"messages": [{"role": "developer", "content": parts}]}

@@ -24,6 +24,10 @@ ASKS_FOR_NOTHING: dict[str, Any] = {
     "store": False,
     "metadata": {"run": "1"},
     "service_tier": "auto",
+    "verbosity": "medium",
+    "modalities": ["text"],
+    "prompt_cache_retention": "in_memory",
+    "top_logprobs": 0,
     "prompt_cache_key": "session-1",
     "safety_identifier": "user-1",
     "stop": "",
@@ -35,7 +39,7 @@ HISTORY: list[dict[str, Any]] = [
     {"role": "user", "content": "hi", "name": "Ann"},
     {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "2"}]},
-    {"role": "assistant", "tool_calls": None, "refusal": "no", "annotations": []},
+    {"role": "assistant", "tool_calls": None, "refusal": "no", "annotations": [], "parsed": {"a": 1}},
 ]
 MODULES = (chat, completions, status, tokenize)
 

@@ -85,6 +85,20 @@ def test_null_means_not_given() -> None:
     assert decode(msgspec.json.encode(detokenize), DetokenizeBody).tokens == [1]
 
 
+def test_values_that_ask_for_nothing_are_accepted() -> None:
+    asked = {
+        "stream": True,
+        "stream_options": {"include_obfuscation": False},
+        "verbosity": "medium",
+        "modalities": ["text"],
+        "prompt_cache_retention": "in_memory",
+        "service_tier": "auto",
+    }
+    assert decode(msgspec.json.encode(CHAT | asked), ChatBody).verbosity == "medium"
+    completion = decode(msgspec.json.encode(COMPLETION | {"stream_options": asked["stream_options"]}), CompletionBody)
+    assert completion.stream_options is not None
+
+
 def test_an_unknown_field_means_nothing_when_it_is_null() -> None:
     call = {"id": "c", "x": None, "function": {"name": "f", "arguments": "{}", "x": None}, "custom": None}
     body = {
@@ -123,6 +137,10 @@ def test_an_unknown_field_means_nothing_when_it_is_null() -> None:
         (CompletionBody, {"prompt": "m"}, "model", "is missing"),
         (CompletionBody, COMPLETION | {"stream_options": {"a": 1}}, "stream_options.a", "is not a parameter"),
         (ChatBody, CHAT | {"service_tier": "flex"}, "service_tier", "invalid enum"),
+        (ChatBody, CHAT | {"verbosity": "low"}, "verbosity", "invalid enum"),
+        (ChatBody, CHAT | {"modalities": ["text", "audio"]}, "modalities[1]", "invalid enum"),
+        (ChatBody, CHAT | {"prompt_cache_retention": "24h"}, "prompt_cache_retention", "invalid enum"),
+        (ChatBody, CHAT | {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", ""),
         (ChatBody, CHAT | {"metadata": {"a": 1}}, "metadata[...]", "expected str"),
         (ChatBody, CHAT | {"functions": [{}]}, "functions", "use tools instead"),
         (ChatBody, CHAT | {"messages": [{"content": "x"}]}, "messages[0].role", "is missing"),
