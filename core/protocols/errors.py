@@ -35,6 +35,8 @@ class ApiError(Exception):
         self.param = None if param is None else excerpt(param)
         self.code = code
         self.headers = dict(headers or {})
+        self.request_id = ""
+        """ID of the request, for `error_body` and AnswerWriter.error_event: the server sets it before it calls them."""
 
     def body(self) -> dict[str, Any]:
         """The JSON object of the response; `type` follows from the status."""

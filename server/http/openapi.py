@@ -178,7 +178,9 @@ class _Operations:
 
 
 def _response(description: str, content: Schema, status: int = 200) -> Schema:
-    headers = {"x-request-id": REQUEST_ID} | ({"retry-after": RETRY_AFTER} if status in RETRY else {})
+    headers = dict.fromkeys(("x-request-id", "request-id"), REQUEST_ID)
+    if status in RETRY:
+        headers["retry-after"] = RETRY_AFTER
     return {"description": description, "headers": headers, "content": content}
 
 

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.core.protocols import DONE, KEEP_ALIVE, error_event
 from engine.server.front_end.connections import Connection
-from engine.server.front_end.errors import ApiError
+from engine.server.front_end.errors import ApiError, identify
 from engine.server.front_end.request_trace import TRACE, RequestTrace
 from engine.server.http.errors import error_response, record_error
 from engine.server.http.generation import EventStream
@@ -109,21 +109,22 @@ def stream(
                 await error_response(error, scope)(scope, receive, send)
                 return
             record_error(error, scope)
-            last = _built(error_event, error)
+            last = _built(error_event, error, scope)
         except Exception:
             if not started:
                 raise
             log.exception("a stream failed")
             failure = ApiError(500, "internal server error; see the server's log")
             record_error(failure, scope)
-            last = _built(error_event, failure)
+            last = _built(error_event, failure, scope)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     return send_response
 
 
-def _built(build: Callable[[ApiError], bytes], error: ApiError) -> bytes:
-    """The event that reports `error`; in OpenAI's shape if a protocol's own cannot be built."""
+def _built(build: Callable[[ApiError], bytes], error: ApiError, scope: Scope) -> bytes:
+    """The event that reports `error` of a request; in OpenAI's shape if a protocol's own cannot be built."""
+    identify(error, scope["state"])
     try:
         return build(error)
     except Exception:

@@ -69,7 +69,7 @@ class MessagesApi:
             fields={"diagnostics": {"cache_miss_reason": {"type": "unavailable"}}} if asked else {},
         )
         writer.keep_alive = PING
-        headers = {"request-id": name} | ({WITHOUT_EFFECT: ", ".join(without_effect)} if without_effect else {})
+        headers = {WITHOUT_EFFECT: ", ".join(without_effect)} if without_effect else None
         try:
             return await routes.respond(name, conversation, writer, stream=bool(body.stream), headers=headers)
         except ApiError as error:
