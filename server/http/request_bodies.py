@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -157,6 +158,13 @@ REPLACED = {"functions": "tools", "function_call": "tool_choice"}
 """Old parameters of chat, and those that have replaced them."""
 _SMALL_BODY = 2**16
 """Bytes of a body that is decoded in a few milliseconds, whatever it holds."""
+_LONE_SURROGATE = re.compile(
+    rb"""
+    \\u[dD] (?: [89abAB] [0-9a-fA-F]{2} (?! \\u[dD] [c-fC-F] [0-9a-fA-F]{2} )  # the first half of a pair
+    | (?<! \\u[dD] [89abAB] [0-9a-fA-F]{2} \\u[dD] ) [c-fC-F] [0-9a-fA-F]{2} )  # the second half
+    """,
+    re.VERBOSE,
+)
 _SETTING = "server.max_body_bytes"
 
 
@@ -220,7 +228,15 @@ def _too_large(max_bytes: int, limit: str) -> ApiError:
 def decode(body: bytes, kind: type[T]) -> T:
     """Decode the JSON `body` as one of the types above. Raises ApiError."""
     try:
-        return _decode(body, kind)
+        try:
+            return _decode(body, kind)
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError:
+            mended = without_lone_surrogates(body)
+            if mended == body:
+                raise
+        return _decode(mended, kind)
     except msgspec.ValidationError as error:
         raise explain(str(error), replaced=REPLACED) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -235,3 +251,14 @@ def _decode(body: bytes, kind: type[T]) -> T:
         if not has_unknown_field(str(error)):
             raise
     return msgspec.convert(without_unknown_nulls(msgspec.json.decode(body), kind), kind, str_keys=True)
+
+
+def without_lone_surrogates(body: bytes) -> bytes:
+    """JSON with U+FFFD in place of each half of a surrogate pair, which no text has.
+
+    JavaScript writes text that was cut within a character so, and a client sends it again with every turn of a chat.
+    """
+    if b"\0" in body:  # no JSON
+        return body
+    escapes = body.replace(rb"\\", b"\0")  # so that each backslash begins another escape
+    return _LONE_SURROGATE.sub(rb"\\ufffd", escapes).replace(b"\0", rb"\\")

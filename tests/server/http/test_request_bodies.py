@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from engine.server.http.request_bodies import (
     decode,
     read,
     read_optional,
+    without_lone_surrogates,
 )
 
 COMPLETION = {"model": "m", "prompt": "p"}
@@ -97,6 +99,35 @@ def test_values_that_ask_for_nothing_are_accepted() -> None:
     assert decode(msgspec.json.encode(CHAT | asked), ChatBody).verbosity == "medium"
     completion = decode(msgspec.json.encode(COMPLETION | {"stream_options": asked["stream_options"]}), CompletionBody)
     assert completion.stream_options is not None
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (r"cut \ud83d", "cut \ufffd"),
+        (r"cut \uD83D and more", "cut \ufffd and more"),
+        (r"\ude00 cut", "\ufffd cut"),
+        (r"\ud83d\ud83d\ude00\ude00", "\ufffd\U0001f600\ufffd"),
+        (r"\ud83d\u0041\ud83d\n", "\ufffdA\ufffd\n"),
+        (r"\ud83d \\ud83d \\\ud83d\\", "\ufffd \\ud83d \\\ufffd\\"),
+        (r"\ud83d\\\ude00", "\ufffd\\\ufffd"),
+    ],
+)
+def test_half_a_surrogate_pair_is_read_as_a_replacement_character(written: str, text: str) -> None:
+    body = f'{{"model": "m", "x": null, "prompt": "{written}"}}'.encode()
+    assert decode(body, CompletionBody).prompt == text
+
+
+def test_a_body_that_breaks_off_is_refused_when_it_has_half_a_surrogate_pair() -> None:
+    for body in (rb'{"model": "m", "prompt": "\ud83d', b'{"model": "\\ud83d", "prompt": "\\\0"}'):
+        assert "not JSON" in refusal(CompletionBody, body).message
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(codec="utf-8")))
+def test_valid_json_is_not_changed_by_mending_surrogates(text: str) -> None:
+    data = json.dumps([text, "\\\U0001f600"]).encode()
+    assert without_lone_surrogates(data) == data
 
 
 def test_an_unknown_field_means_nothing_when_it_is_null() -> None:
