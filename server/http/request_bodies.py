@@ -18,7 +18,7 @@ from engine.core.protocols import (
     value_counts,
     without_unknown_nulls,
 )
-from engine.server.front_end.errors import ApiError
+from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http.chat_tools import Tool
 from engine.server.http.errors import invalid
 from engine.server.http.messages import Message, TextPart
@@ -203,6 +203,7 @@ async def check_values(body: bytes, max_values: int) -> None:
 
 async def _body(request: Request, max_bytes: int, limit: str) -> bytes:
     """The whole body. limit: what `max_bytes` is, for refusals. Raises ApiError."""
+    _check_encoding(request)
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > max_bytes:
         raise _too_large(max_bytes, limit)
@@ -215,6 +216,18 @@ async def _body(request: Request, max_bytes: int, limit: str) -> bytes:
     except ClientDisconnect:
         raise invalid("the client disconnected before sending the whole body") from None
     return bytes(body)
+
+
+def _check_encoding(request: Request) -> None:
+    """Raise ApiError with status 415 for a compressed body (RFC 9110, section 15.5.16)."""
+    given = ", ".join(request.headers.getlist("content-encoding"))
+    if any(name.strip().lower() not in ("", "identity") for name in given.split(",")):
+        raise ApiError(
+            415,
+            f"the body has the content-encoding {excerpt(given)!r}, which this server does not decode; send it plain",
+            code="unsupported_content_encoding",
+            headers={"accept-encoding": "identity"},
+        )
 
 
 def _too_large(max_bytes: int, limit: str) -> ApiError:

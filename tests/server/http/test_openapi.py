@@ -164,6 +164,7 @@ def test_refusals_are_described(
         403: http.post(path, json=body, headers=form),
         404: http.post(path, json=body | {"model": "other"}),
         413: http.post(path, json={"prompt": "x" * 100_000}),
+        415: http.post(path, json=body, headers={"content-encoding": "gzip"}),
     }
     for status_code, response in responses.items():
         assert response.status_code == status_code

@@ -258,6 +258,22 @@ def test_the_event_loop_runs_while_values_are_counted() -> None:
     assert asyncio.run(main()) > 10
 
 
+@pytest.mark.parametrize("reader", [read, read_optional])
+def test_an_encoded_body_is_refused_by_the_name_of_its_encoding(reader: Any) -> None:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b'{"prompt": "x"}'}
+
+    def request(*encodings: bytes) -> Request:
+        headers = [(b"content-encoding", encoding) for encoding in encodings]
+        return Request({"type": "http", "path": "/tokenize", "query_string": b"", "headers": headers}, receive)
+
+    for encodings in ((b"gzip",), (b"identity", b"GZip"), (b"identity, gzip",)):
+        with pytest.raises(ApiError, match=r"(?i)gzip") as caught:
+            asyncio.run(reader(request(*encodings), TokenizeBody, ServerConfig()))
+        assert (caught.value.status, caught.value.headers["accept-encoding"]) == (415, "identity")
+    assert asyncio.run(reader(request(b"Identity"), TokenizeBody, ServerConfig())).prompt == "x"
+
+
 @pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize(
     ("reader", "max_bytes", "size", "limit"),
