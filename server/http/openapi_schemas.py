@@ -274,12 +274,21 @@ def _responses(service: Service) -> dict[str, Schema]:
         "Model": _object(
             id=name,
             object={"const": "model"},
+            type={"const": "model"},
+            display_name=name,
             created=COUNT,
+            created_at={"type": "string", "format": "date-time"},
             owned_by={"const": "engine"},
             max_model_len=COUNT,
             revision=_nullable(STRING),
         ),
-        "Models": _object(object={"const": "list"}, data=_array(ref("Model"))),
+        "Models": _object(
+            object={"const": "list"},
+            data=_array(ref("Model")),
+            first_id=name,
+            last_id=name,
+            has_more={"const": False},
+        ),
         "Health": {
             "type": "object",
             "properties": {
