@@ -99,7 +99,7 @@ def test_every_route_and_no_other_is_described(document: Any) -> None:
     routes: list[Any] = [one for module in MODULES for one in module.routes(service).routes]
     found = {(route.path.replace(":path", ""), method.lower()) for route in routes for method in route.methods}
     found |= {("/openapi.json", method) for method in ("get", "head")}
-    of_plugins = ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
+    of_plugins = ("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens")
     found |= {(path, "post") for path in of_plugins}
     assert found == {(path, method) for path, methods in document["paths"].items() for method in methods}
 
@@ -110,6 +110,7 @@ def test_every_route_and_no_other_is_described(document: Any) -> None:
         ("/v1/messages", CHAT | {"max_tokens": 4, "thinking": {"type": "adaptive"}, "stop_sequences": ["zz"]}),
         ("/v1/messages", CHAT | {"max_tokens": 4, "stream": True, "system": [{"type": "text", "text": "a"}]}),
         ("/v1/messages/count_tokens", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses/input_tokens", {"model": "tiny", "input": "hi"}),
         ("/v1/responses", {"model": "tiny", "input": "hi", "max_output_tokens": 4}),
         ("/v1/responses", {"model": "tiny", "input": [{"role": "user", "content": "hi"}], "stream": True}),
         ("/v1/completions", COMPLETION),
