@@ -165,6 +165,7 @@ _LONE_SURROGATE = re.compile(
     """,
     re.VERBOSE,
 )
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
 _SETTING = "server.max_body_bytes"
 
 
@@ -274,4 +275,4 @@ def without_lone_surrogates(body: bytes) -> bytes:
     if b"\0" in body:  # no JSON
         return body
     escapes = body.replace(rb"\\", b"\0")  # so that each backslash begins another escape
-    return _LONE_SURROGATE.sub(rb"\\ufffd", escapes).replace(b"\0", rb"\\")
+    return _LONE_SURROGATE.sub(_REPLACEMENT, escapes).replace(b"\0", rb"\\")
