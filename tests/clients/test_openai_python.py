@@ -220,10 +220,12 @@ FLAT = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict
 
 @pytest.mark.shows("responses", "usage")
 def test_response(client: openai.OpenAI, script: Scripts) -> None:
-    made = client.responses.create(model="scripted", input=script("Hello there."), store=False, instructions="Be kind.")
+    asked: Any = {"model": "scripted", "input": script("Hello there."), "instructions": "Be kind."}
+    made = client.responses.create(**asked, store=False)
     assert (made.output_text, made.status) == ("Hello there.", "completed")
     assert made.usage is not None
     assert made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens
+    assert client.responses.input_tokens.count(**asked).input_tokens == made.usage.input_tokens
 
 
 @pytest.mark.shows("responses", "tools", "reasoning")
