@@ -49,6 +49,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "server.body_timeout": (1, 86400),
     "server.write_timeout": (1, 86400),
     "server.request_timeout": (0, 604800),
+    "server.stream_keep_alive": (0, 86400),
     "server.max_header_bytes": (1024, 2**24),
     "server.max_headers": (8, 2**16),
     "server.profile_max_steps": (1, 10_000),

@@ -140,6 +140,12 @@ class ServerConfig:
         "Seconds from the end of the headers to the end of the response; then 504. 0: no limit.",
         flag="--request-timeout",
     )
+    stream_keep_alive: float = setting(
+        10.0,
+        "Seconds without an event after which a stream gets a comment, so that proxies and clients do not give it up;"
+        " 0: never. Before the first event as well: an error after the comment is an event, not an HTTP status.",
+        flag="--stream-keep-alive",
+    )
     max_header_bytes: int = setting(
         64 * 2**10,
         "Maximum size of a request's URL and headers, and of a chunked body's trailers and extensions, bytes.",

@@ -21,6 +21,7 @@ from engine.core.lazy import exports
 if TYPE_CHECKING:
     from engine.core.protocols.answer import (
         DONE as DONE,
+        KEEP_ALIVE as KEEP_ALIVE,
         AnswerWriter as AnswerWriter,
         Delta as Delta,
         Template as Template,
@@ -36,7 +37,13 @@ if TYPE_CHECKING:
         complete_arguments as complete_arguments,
         template_arguments as template_arguments,
     )
-    from engine.core.protocols.decode import convert as convert, explain as explain, invalid as invalid
+    from engine.core.protocols.decode import (
+        convert as convert,
+        explain as explain,
+        has_unknown_field as has_unknown_field,
+        invalid as invalid,
+        without_unknown_nulls as without_unknown_nulls,
+    )
     from engine.core.protocols.errors import (
         ECHO_CHARS as ECHO_CHARS,
         MAX_MESSAGE as MAX_MESSAGE,
@@ -55,7 +62,7 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
-    answer=("DONE", "AnswerWriter", "Delta", "Template", "Usage", "error_event", "sse_event"),
+    answer=("DONE", "KEEP_ALIVE", "AnswerWriter", "Delta", "Template", "Usage", "error_event", "sse_event"),
     conversation=(
         "Conversation",
         "FunctionTool",
@@ -64,7 +71,7 @@ __getattr__, __dir__, __all__ = exports(
         "complete_arguments",
         "template_arguments",
     ),
-    decode=("convert", "explain", "invalid"),
+    decode=("convert", "explain", "has_unknown_field", "invalid", "without_unknown_nulls"),
     errors=("ECHO_CHARS", "MAX_MESSAGE", "ApiError", "excerpt"),
     json_values=("NUMBERS_PER_VALUE", "have_more_values", "json_size", "surely_fits", "value_counts"),
     partial_json=("completing",),

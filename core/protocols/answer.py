@@ -14,6 +14,8 @@ from engine.core.types import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
 """The end of a stream in OpenAI's older APIs."""
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment between server-sent events, which clients ignore."""
 
 
 @define
@@ -101,6 +103,8 @@ class AnswerWriter(ABC):
 
     stream_end: bytes = DONE
     """Bytes after the last event of a stream that did not fail."""
+    keep_alive: bytes = KEEP_ALIVE
+    """Bytes that are sent after each server.stream_keep_alive seconds without an event, also before the first one."""
 
     @abstractmethod
     def add(self, delta: Delta) -> Iterator[None]:
@@ -127,7 +131,7 @@ class AnswerWriter(ABC):
         return None
 
     def error_event(self, error: ApiError) -> bytes:
-        """The last event of a stream that failed after its first event; nothing follows."""
+        """The last event of a stream that failed after it began, perhaps before its first event; nothing follows."""
         return error_event(error)
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TypeVar
 
 import msgspec
+from msgspec.inspect import CollectionType, DictType, StructType, Type, UnionType, type_info
 
 from engine.core.protocols.errors import ApiError
 
 T = TypeVar("T")
+
+_info = lru_cache(type_info)
 
 _UNKNOWN = re.compile(r"contains unknown field `([^`]*)`")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
@@ -20,12 +24,50 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 def convert(value: object, kind: type[T], where: str) -> T:
     """`value`, decoded from JSON, as an object of a type. Raises ApiError with status 400.
 
-    where: the parameter that the value is, such as `messages[0]`, for refusals.
+    Unknown fields are refused unless they are null: null means not given. where: the parameter that the value is, such
+    as `messages[0]`, for refusals.
     """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise explain(str(error), where) from None
+        refusal = str(error)
+    if has_unknown_field(refusal):
+        try:
+            return msgspec.convert(without_unknown_nulls(value, kind), kind)
+        except msgspec.ValidationError as error:
+            refusal = str(error)
+    raise explain(refusal, where)
+
+
+def has_unknown_field(message: str) -> bool:
+    """Whether msgspec's message says that a value has a field which its type does not have."""
+    return _UNKNOWN.search(message) is not None
+
+
+def without_unknown_nulls(value: object, kind: type) -> object:
+    """`value`, decoded from JSON, without the null fields that the structures of a type do not have."""
+    return _without_nulls(value, _info(kind))
+
+
+def _without_nulls(value: object, kind: Type) -> object:
+    """See `without_unknown_nulls`. kind: msgspec's description of the type."""
+    if isinstance(kind, UnionType):
+        for one in kind.types:
+            value = _without_nulls(value, one)
+    elif isinstance(kind, CollectionType) and isinstance(value, list):
+        return [_without_nulls(one, kind.item_type) for one in value]
+    elif isinstance(kind, DictType) and isinstance(value, dict):
+        return {name: _without_nulls(one, kind.value_type) for name, one in value.items()}
+    elif isinstance(kind, StructType) and isinstance(value, dict):
+        if kind.tag_field is not None and value.get(kind.tag_field) != kind.tag:  # another structure of the union
+            return value
+        types = {field.encode_name: field.type for field in kind.fields}
+        return {
+            name: _without_nulls(one, types[name]) if name in types else one
+            for name, one in value.items()
+            if one is not None or name in types
+        }
+    return value
 
 
 def explain(message: str, parent: str = "", *, replaced: Mapping[str, str] = {}) -> ApiError:

@@ -11,6 +11,10 @@ MAX_MESSAGE = 2 * ECHO_CHARS
 """Maximum characters of the message of a refusal."""
 
 
+TYPES = {429: "rate_limit_error"}
+"""Status below 500 -> OpenAI's type of the error, if it is none of the request."""
+
+
 class ApiError(Exception):
     """A refusal or failure: an HTTP status and OpenAI's error object."""
 
@@ -35,10 +39,12 @@ class ApiError(Exception):
         self.param = None if param is None else excerpt(param)
         self.code = code
         self.headers = dict(headers or {})
+        self.request_id = ""
+        """ID of the request, for `error_body` and AnswerWriter.error_event: the server sets it before it calls them."""
 
     def body(self) -> dict[str, Any]:
         """The JSON object of the response; `type` follows from the status."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "server_error" if self.status >= 500 else TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-import uuid
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -92,11 +91,6 @@ def write(access: Access) -> None:
 def target(path: bytes, query: bytes) -> str:
     """Path and query of a request, for an entry."""
     return excerpt((path + b"?" + query if query else path).decode("latin-1"))
-
-
-def new_request_id() -> bytes:
-    """A request ID, for a client that gives none."""
-    return b"req-%b" % uuid.uuid4().hex.encode()
 
 
 class _Formatter(logging.Formatter):

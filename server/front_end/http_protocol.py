@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from engine.server.front_end import access_log
 from engine.server.front_end.errors import ApiError, body_of
 from engine.server.front_end.peer import enable_keepalive, has_hung_up, has_shut_down
+from engine.server.front_end.request_ids import REQUEST_IDS, RequestIds
 
 LINGER_SECONDS = 5.0
 """Seconds in which a refused client may finish sending."""
@@ -280,12 +281,13 @@ class HttpProtocol(HttpToolsProtocol):
 
         broken: the request, if its head was complete; the shape of its errors is known once the application has it.
         """
-        body = msgspec.json.encode(body_of(error, {} if broken is None else broken.scope["state"]))
-        request_id = access_log.new_request_id()
+        state = {} if broken is None else broken.scope["state"]
+        ids: RequestIds = state.setdefault(REQUEST_IDS, RequestIds())
+        body = msgspec.json.encode(body_of(error, state))
         client = f"{self.client[0]}:{self.client[1]}" if self.client else ""
         access_log.write(
             access_log.Access(
-                client=client, method="", target="", status=error.status, seconds=0.0, request_id=request_id.decode()
+                client=client, method="", target="", status=error.status, seconds=0.0, request_id=ids.known().decode()
             )
         )
         headers = [
@@ -294,7 +296,7 @@ class HttpProtocol(HttpToolsProtocol):
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),
-            (b"x-request-id", request_id),
+            *ids.headers(),
         ]
         status = HTTPStatus(error.status)
         lines = [b"HTTP/1.1 %d %b" % (status, status.phrase.encode()), *(b"%b: %b" % header for header in headers)]

@@ -1,13 +1,17 @@
-"""The IDs of the request that is being answered, for log entries about it."""
+"""The IDs of the request that is being answered, for its response and for log entries about it."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from contextvars import ContextVar
 
 from attrs import define
 
-from engine.server.front_end.access_log import new_request_id
+HEADERS = (b"x-request-id", b"request-id")
+"""Headers of a response that have the request's ID: OpenAI's clients read the first, Anthropic's the second."""
+REQUEST_IDS = "request_ids"
+"""Name of a request's RequestIds in the scope's state."""
 
 
 @define
@@ -20,11 +24,19 @@ class RequestIds:
     """Of the client's trace, or of the one that tracing began; empty without either."""
 
     def fields(self) -> Mapping[str, str]:
-        """The IDs as fields of a log entry. A request that has no ID yet gets one, which its response then has."""
-        if not self.request_id:
-            self.request_id = new_request_id()
-        found = {"request_id": self.request_id.decode()}
+        """The IDs as fields of a log entry."""
+        found = {"request_id": self.known().decode()}
         return found | {"trace_id": self.trace_id} if self.trace_id else found
+
+    def known(self) -> bytes:
+        """The request's ID. A request that has none yet gets one, which its response then has."""
+        if not self.request_id:
+            self.request_id = b"req-%b" % uuid.uuid4().hex.encode()
+        return self.request_id
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers of a response that have the request's ID."""
+        return [(name, self.known()) for name in HEADERS]
 
 
 current: ContextVar[RequestIds | None] = ContextVar("current", default=None)

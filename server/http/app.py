@@ -29,6 +29,16 @@ from engine.server.http.tracing import Tracing
 from engine.server.shared.api_keys import ApiKeys
 from engine.server.shared.limits_table import LimitsTable
 
+EXPOSED = (
+    "x-request-id",
+    "request-id",
+    "retry-after",
+    "traceparent",
+    "x-skipped-tools",
+    "x-parameters-without-effect",
+)
+"""Headers of responses that pages of other origins may read."""
+
 
 def make_app(
     service: Service, api_keys: Sequence[str], table: LimitsTable | None, plugins: Plugins, *, warn: bool = True
@@ -94,7 +104,7 @@ def make_app(
             allow_methods=config.allowed_methods,
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,
-            expose_headers=("x-request-id", "retry-after", "traceparent"),
+            expose_headers=EXPOSED,
         ),
         counter,
     )

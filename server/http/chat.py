@@ -46,7 +46,7 @@ async def _respond(service: Service, body: ChatBody) -> SendResponse:
     n = parameters.num_choices(body, service.limits)
     if body.store:
         raise invalid("store must be false: this server stores nothing", "store")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs is allowed only with logprobs: true", "top_logprobs")
     max_tokens, max_tokens_name = _max_tokens(body)
     conversation = Conversation(

@@ -76,7 +76,14 @@ class Job:
             writer = self._writer
             build_events = partial(writer.events, usage=lambda: generation.usage)
             events = EventStream(generation, writer.templates(), build_events, writer.end, writer.reasoning_templates())
-            send_response = stream(events, headers, end=writer.stream_end, error_event=writer.error_event)
+            send_response = stream(
+                events,
+                headers,
+                end=writer.stream_end,
+                error_event=writer.error_event,
+                keep_alive=writer.keep_alive,
+                keep_alive_interval=self._service.limits.stream_keep_alive,
+            )
         else:
             send_response = answer(partial(self._whole, generation), headers)
         return self._traced(generation, send_response) if self._service.tracer is not None else send_response

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.core.protocols import convert
 from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http.errors import invalid
 
@@ -21,6 +22,11 @@ class FunctionCall(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     arguments: str
     """JSON, as the model wrote it."""
+    # What clients add to an earlier answer; without effect.
+    parsed_arguments: Any = None
+    """Of OpenAI's clients: the arguments, decoded."""
+    description: str | None = None
+    """Of Hugging Face's client."""
 
 
 class CustomCall(msgspec.Struct, forbid_unknown_fields=True):
@@ -63,6 +69,8 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Of an earlier answer; ignored: prompts have no annotations."""
     provider_specific_fields: dict[str, Any] | None = None
     """Of an earlier answer: litellm's notes on its fields."""
+    parsed: Any = None
+    """Of an earlier answer; ignored: its content, as OpenAI's clients have decoded it."""
     # OpenAI's client sends these as null when an earlier answer is part of the chat.
     audio: None = None
     function_call: None = None
@@ -150,10 +158,10 @@ def _content(message: Message, where: str) -> str:
     for index, part in enumerate(message.content):
         try:
             if assistant and part.get("type") == "refusal":
-                texts.append(msgspec.convert(part, RefusalPart).refusal)
+                texts.append(convert(part, RefusalPart, "").refusal)
             else:
-                texts.append(msgspec.convert(part, TextPart).text)
-        except msgspec.ValidationError:
+                texts.append(convert(part, TextPart, "").text)
+        except ApiError:
             name = f"{where}.content[{index}]"
             raise invalid(
                 f'{name} must be {{"type": "text", "text": "..."}}; other parts are not supported', name

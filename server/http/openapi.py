@@ -25,6 +25,7 @@ ERRORS: Mapping[int, str] = {
     408: "The request did not arrive in time.",
     413: "The body exceeds server.max_body_bytes or server.max_body_values.",
     414: "The URL is larger than server.max_header_bytes.",
+    415: "The body is compressed; the header accept-encoding says what is accepted.",
     429: "Too many requests per minute or in progress.",
     431: "The headers exceed server.max_headers or server.max_header_bytes.",
     500: "The server itself failed.",
@@ -126,7 +127,7 @@ class _Operations:
 
     def __init__(self, limits: ServerConfig, *, has_keys: bool) -> None:
         self._has_keys = has_keys
-        self._of_posts = [404, 413]
+        self._of_posts = [404, 413, 415]
         """Statuses of requests with a body, besides `ALWAYS`."""
         if limits.rate_limit or limits.concurrency_limit:
             self._of_posts.append(429)
@@ -178,7 +179,9 @@ class _Operations:
 
 
 def _response(description: str, content: Schema, status: int = 200) -> Schema:
-    headers = {"x-request-id": REQUEST_ID} | ({"retry-after": RETRY_AFTER} if status in RETRY else {})
+    headers = dict.fromkeys(("x-request-id", "request-id"), REQUEST_ID)
+    if status in RETRY:
+        headers["retry-after"] = RETRY_AFTER
     return {"description": description, "headers": headers, "content": content}
 
 

@@ -78,7 +78,7 @@ def constraints(service: Service) -> dict[str, Schema]:
             "maxProperties": limits.max_logit_bias,
         },
         "logprobs": logprobs,
-        "top_logprobs": logprobs | {"description": "Only with logprobs: true."},
+        "top_logprobs": logprobs | {"description": "Above 0 only with logprobs: true."},
         "stream_options": {**ref("StreamOptions"), "description": "Only with stream: true."},
         "response_format": {"oneOf": [_format("text"), _format("json_object"), _json_schema_format()]},
         "structured_outputs": {
@@ -274,12 +274,21 @@ def _responses(service: Service) -> dict[str, Schema]:
         "Model": _object(
             id=name,
             object={"const": "model"},
+            type={"const": "model"},
+            display_name=name,
             created=COUNT,
+            created_at={"type": "string", "format": "date-time"},
             owned_by={"const": "engine"},
             max_model_len=COUNT,
             revision=_nullable(STRING),
         ),
-        "Models": _object(object={"const": "list"}, data=_array(ref("Model"))),
+        "Models": _object(
+            object={"const": "list"},
+            data=_array(ref("Model")),
+            first_id=name,
+            last_id=name,
+            has_more={"const": False},
+        ),
         "Health": {
             "type": "object",
             "properties": {

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from engine.core.config import ServerConfig
-from engine.core.protocols import NUMBERS_PER_VALUE, explain, surely_fits, value_counts
-from engine.server.front_end.errors import ApiError
+from engine.core.protocols import (
+    NUMBERS_PER_VALUE,
+    explain,
+    has_unknown_field,
+    surely_fits,
+    value_counts,
+    without_unknown_nulls,
+)
+from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http.chat_tools import Tool
 from engine.server.http.errors import invalid
 from engine.server.http.messages import Message, TextPart
@@ -22,6 +30,8 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """Extension: with include_usage, every chunk has the usage so far."""
+    include_obfuscation: Literal[False] | None = None
+    """Only false: events are not padded."""
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
@@ -112,12 +122,15 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     service_tier: Literal["auto", "default"] | None = None
     store: bool | None = None
     """Only false: the server stores nothing."""
+    modalities: list[Literal["text"]] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
+    """in-memory is an older spelling."""
+    verbosity: Literal["medium"] | None = None
+    """medium, OpenAI's default, asks for nothing."""
     # OpenAI's parameters that this server does not support: only null is accepted.
     audio: None = None
     function_call: None = None
     functions: None = None
-    modalities: None = None
-    verbosity: None = None
     web_search_options: None = None
 
 
@@ -145,6 +158,14 @@ REPLACED = {"functions": "tools", "function_call": "tool_choice"}
 """Old parameters of chat, and those that have replaced them."""
 _SMALL_BODY = 2**16
 """Bytes of a body that is decoded in a few milliseconds, whatever it holds."""
+_LONE_SURROGATE = re.compile(
+    rb"""
+    \\u[dD] (?: [89abAB] [0-9a-fA-F]{2} (?! \\u[dD] [c-fC-F] [0-9a-fA-F]{2} )  # the first half of a pair
+    | (?<! \\u[dD] [89abAB] [0-9a-fA-F]{2} \\u[dD] ) [c-fC-F] [0-9a-fA-F]{2} )  # the second half
+    """,
+    re.VERBOSE,
+)
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
 _SETTING = "server.max_body_bytes"
 
 
@@ -183,6 +204,7 @@ async def check_values(body: bytes, max_values: int) -> None:
 
 async def _body(request: Request, max_bytes: int, limit: str) -> bytes:
     """The whole body. limit: what `max_bytes` is, for refusals. Raises ApiError."""
+    _check_encoding(request)
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > max_bytes:
         raise _too_large(max_bytes, limit)
@@ -197,6 +219,18 @@ async def _body(request: Request, max_bytes: int, limit: str) -> bytes:
     return bytes(body)
 
 
+def _check_encoding(request: Request) -> None:
+    """Raise ApiError with status 415 for a compressed body (RFC 9110, section 15.5.16)."""
+    given = ", ".join(request.headers.getlist("content-encoding"))
+    if any(name.strip().lower() not in ("", "identity") for name in given.split(",")):
+        raise ApiError(
+            415,
+            f"the body has the content-encoding {excerpt(given)!r}, which this server does not decode; send it plain",
+            code="unsupported_content_encoding",
+            headers={"accept-encoding": "identity"},
+        )
+
+
 def _too_large(max_bytes: int, limit: str) -> ApiError:
     return ApiError(
         413,
@@ -208,8 +242,37 @@ def _too_large(max_bytes: int, limit: str) -> ApiError:
 def decode(body: bytes, kind: type[T]) -> T:
     """Decode the JSON `body` as one of the types above. Raises ApiError."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        try:
+            return _decode(body, kind)
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError:
+            mended = without_lone_surrogates(body)
+            if mended == body:
+                raise
+        return _decode(mended, kind)
     except msgspec.ValidationError as error:
         raise explain(str(error), replaced=REPLACED) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {error}") from None
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
+    """Decode `body`; unknown fields are refused unless they are null. Raises what msgspec raises."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        if not has_unknown_field(str(error)):
+            raise
+    return msgspec.convert(without_unknown_nulls(msgspec.json.decode(body), kind), kind, str_keys=True)
+
+
+def without_lone_surrogates(body: bytes) -> bytes:
+    """JSON with U+FFFD in place of each half of a surrogate pair, which no text has.
+
+    JavaScript writes text that was cut within a character so, and a client sends it again with every turn of a chat.
+    """
+    if b"\0" in body:  # no JSON
+        return body
+    escapes = body.replace(rb"\\", b"\0")  # so that each backslash begins another escape
+    return _LONE_SURROGATE.sub(_REPLACEMENT, escapes).replace(b"\0", rb"\\")

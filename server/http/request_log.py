@@ -8,7 +8,7 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.front_end import access_log
-from engine.server.front_end.request_ids import RequestIds, current
+from engine.server.front_end.request_ids import HEADERS, REQUEST_IDS, RequestIds, current
 from engine.server.front_end.request_trace import TRACE, RequestTrace
 from engine.server.front_end.trace_context import context_of
 from engine.server.http.http_counter import HttpCounter
@@ -33,6 +33,7 @@ class RequestLog:
         start = time.monotonic()
         given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
         ids = RequestIds(given if _USABLE_ID.fullmatch(given) else b"")
+        scope["state"][REQUEST_IDS] = ids
         if self._log or self._structured:
             ids.trace_id = _trace_id(scope)
         if self._structured:
@@ -46,9 +47,9 @@ class RequestLog:
                 headers = message["headers"]
                 if not ids.request_id:
                     own = (value for name, value in headers if name == REQUEST_ID)
-                    ids.request_id = next(own, b"") or access_log.new_request_id()
-                others = [header for header in headers if header[0] != REQUEST_ID]
-                message = {**message, "headers": [*others, (REQUEST_ID, ids.request_id)]}
+                    ids.request_id = next(own, b"")
+                others = [header for header in headers if header[0] not in HEADERS]
+                message = {**message, "headers": [*others, *ids.headers()]}
             await send(message)
 
         try:
@@ -65,7 +66,7 @@ class RequestLog:
                         target=access_log.target(scope["raw_path"], scope["query_string"]),
                         status=status,
                         seconds=seconds,
-                        request_id=(ids.request_id or access_log.new_request_id()).decode(),
+                        request_id=ids.known().decode(),
                         trace_id=ids.trace_id or None,
                         key=scope["state"].get("key"),
                     )

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.core.protocols import DONE, error_event
+from engine.core.protocols import DONE, KEEP_ALIVE, error_event
 from engine.server.front_end.connections import Connection
-from engine.server.front_end.errors import ApiError
+from engine.server.front_end.errors import ApiError, identify
 from engine.server.front_end.request_trace import TRACE, RequestTrace
 from engine.server.http.errors import error_response, record_error
 from engine.server.http.generation import EventStream
@@ -84,15 +84,17 @@ def stream(
     *,
     end: bytes = DONE,
     error_event: Callable[[ApiError], bytes] = error_event,
+    keep_alive: bytes = KEEP_ALIVE,
+    keep_alive_interval: float = 0.0,
 ) -> SendResponse:
     """A function that sends server-sent events, and `end` after the last one.
 
-    An ApiError before the first event becomes a plain error response; a later one becomes the last event, which
-    `error_event` builds.
+    While no event comes, `keep_alive` is sent every `keep_alive_interval` seconds; 0: never. An ApiError before
+    anything is sent becomes a plain error response; a later one becomes the last event, which `error_event` builds.
     """
 
     async def send_response(scope: Scope, receive: Receive, send: Send) -> None:
-        writer = _EventWriter(events, scope["state"]["connection"])
+        writer = _EventWriter(events, scope["state"]["connection"], keep_alive, keep_alive_interval)
         raw = _raw({**SSE_HEADERS, **headers})
         last = end
         started = False
@@ -107,21 +109,22 @@ def stream(
                 await error_response(error, scope)(scope, receive, send)
                 return
             record_error(error, scope)
-            last = _built(error_event, error)
+            last = _built(error_event, error, scope)
         except Exception:
             if not started:
                 raise
             log.exception("a stream failed")
             failure = ApiError(500, "internal server error; see the server's log")
             record_error(failure, scope)
-            last = _built(error_event, failure)
+            last = _built(error_event, failure, scope)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     return send_response
 
 
-def _built(build: Callable[[ApiError], bytes], error: ApiError) -> bytes:
-    """The event that reports `error`; in OpenAI's shape if a protocol's own cannot be built."""
+def _built(build: Callable[[ApiError], bytes], error: ApiError, scope: Scope) -> bytes:
+    """The event that reports `error` of a request; in OpenAI's shape if a protocol's own cannot be built."""
+    identify(error, scope["state"])
     try:
         return build(error)
     except Exception:
@@ -137,7 +140,8 @@ class _EventWriter:
     built.
     """
 
-    def __init__(self, events: EventStream, connection: Connection) -> None:
+    def __init__(self, events: EventStream, connection: Connection, keep_alive: bytes, interval: float) -> None:
+        """keep_alive: what is written after `interval` seconds without an event; 0: never."""
         self._generation = events.generation
         self._connection = connection
         self._take = events.take
@@ -149,11 +153,18 @@ class _EventWriter:
         self._open = False
         self._ended = False
         """Whether the last events are built."""
+        self._keep_alive = keep_alive
+        self._interval = interval
+        self._paused = True
+        """Whether nothing has been written since the last call of `_on_interval`."""
+        self._timer: asyncio.TimerHandle | None = None
+        """The next call of `_on_interval`."""
 
     async def first(self) -> None:
-        """Wait for the first event; raises the error of building it."""
+        """Wait for the first event, no longer than for the interval; raises the error of building it."""
         self._generation.listen(self._on_outputs)
-        await asyncio.wait((self._first, self._finished), return_when=asyncio.FIRST_COMPLETED)
+        both = (self._first, self._finished)
+        await asyncio.wait(both, timeout=self._interval or None, return_when=asyncio.FIRST_COMPLETED)
         if self._finished.done():
             self._finished.result()
 
@@ -162,12 +173,34 @@ class _EventWriter:
         self._open = True
         self._connection.when_writable(self._on_outputs)
         try:
-            self._schedule_write(self._first.result())
+            if self._first.done():
+                self._schedule_write(self._first.result())
+            if self._interval:
+                self._paused = not self._first.done()
+                self._on_interval()
             if not self._generation.finished:  # later, so that the first events are written before a failure ends all
                 asyncio.get_running_loop().call_soon(self._on_outputs)
             await self._finished
         finally:
             self._connection.when_writable(None)
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _on_interval(self) -> None:
+        """Keep the connection alive if nothing has been written for an interval.
+
+        Only the first write after each call notes that events flow, so that the others cost nothing more.
+        """
+        if self._paused and not self._connection.full:
+            self._connection.write_chunk(self._keep_alive)
+        self._paused = True
+        self._write = self._write_and_note
+        self._timer = asyncio.get_running_loop().call_later(self._interval, self._on_interval)
+
+    def _write_and_note(self, data: bytes) -> None:
+        self._paused = False
+        self._write = self._connection.write_chunk
+        self._write(data)
 
     def _on_outputs(self) -> None:
         """Build and write the events of new outputs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
@@ -32,7 +33,8 @@ def routes(service: Service) -> APIRouter:
 
     @router.api_route("/v1/models", methods=READ, response_model=None)
     async def models() -> Response:
-        return json_response({"object": "list", "data": [_model(service)]})
+        ends = {"first_id": service.name, "last_id": service.name, "has_more": False}  # of Anthropic's pages
+        return json_response({"object": "list", "data": [_model(service)], **ends})
 
     @router.api_route("/v1/models/{model:path}", methods=READ, response_model=None)
     async def model(model: str) -> Response:
@@ -71,7 +73,10 @@ def _model(service: Service) -> dict[str, Any]:
     return {
         "id": service.name,
         "object": "model",
+        "type": "model",  # Anthropic's name of object
+        "display_name": service.name,
         "created": service.created,
+        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
         "owned_by": "engine",
         "max_model_len": service.max_len,
         "revision": service.revision,

@@ -9,7 +9,7 @@ import msgspec
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars import Grammar
-from engine.core.protocols import explain
+from engine.core.protocols import convert
 from engine.server.http.errors import invalid
 from engine.server.http.request_bodies import Body, ChatBody, StructuredOutputs
 
@@ -51,10 +51,7 @@ def parameter_of_grammar(body: Body) -> str:
 def _of_format(given: dict[str, Any] | None) -> Grammar | None:
     if given is None:
         return None
-    try:
-        asked = msgspec.convert(given, ResponseFormat)
-    except msgspec.ValidationError as error:
-        raise explain(str(error), "response_format") from None
+    asked = convert(given, ResponseFormat, "response_format")
     if asked.type not in FORMATS:
         raise invalid(f"response_format.type must be one of {', '.join(FORMATS)}", "response_format.type")
     if (asked.json_schema is not None) != (asked.type == "json_schema"):

@@ -188,5 +188,13 @@ def test_errors(client: anthropic.Anthropic, scripted: Server) -> None:
         client.messages.create(**asked("x", model="other"))
     body: Any = caught.value.body
     assert body["error"]["type"] == "not_found_error"
+    assert body["request_id"] == caught.value.request_id is not None
     with pytest.raises(anthropic.BadRequestError, match="takes text only"):
         client.messages.create(**asked("x", messages=[{"role": "user", "content": [{"type": "image"}]}]))
+
+
+@pytest.mark.shows("messages")
+def test_models(client: anthropic.Anthropic) -> None:
+    [model] = list(client.models.list())
+    assert (model.id, model.type, model.display_name) == ("scripted", "model", "scripted")
+    assert client.models.retrieve("scripted").created_at == model.created_at

@@ -73,6 +73,13 @@ def test_strict_tools_are_parsed(run: Run, scripted: Server, script: Scripts) ->
     assert made["tool_calls"][0]["function"]["parsed_arguments"] == {"city": "Rome"}
 
 
+@pytest.mark.shows("chat")
+@pytest.mark.parametrize("what", ["streamAgain", "strictToolAgain"])
+def test_an_answer_of_a_helper_is_sent_back(run: Run, scripted: Server, script: Scripts, what: str) -> None:
+    first = "Hello." if what == "streamAgain" else call("weather", city="Rome")
+    assert run(what, scripted, script(first, "Sunny."))["content"] == "Sunny."
+
+
 @pytest.mark.shows("structured output")
 def test_parse(run: Run, demo: Server) -> None:
     Person.model_validate(run("parse", demo, "Somebody")["choices"][0]["message"]["parsed"])

@@ -106,9 +106,12 @@ def test_parse_reads_the_arguments_of_strict_tools(client: openai.OpenAI, script
         city: str
 
     asked: Any = {"model": "scripted", "tools": [openai.pydantic_function_tool(Weather)]}
-    made = client.chat.completions.parse(**asked, messages=said(script(call("Weather", city="Rome"))))
-    assert made.choices[0].message.tool_calls is not None
-    assert made.choices[0].message.tool_calls[0].function.parsed_arguments == Weather(city="Rome")
+    messages = said(script(call("Weather", city="Rome"), "Sunny."))
+    answer = client.chat.completions.parse(**asked, messages=messages).choices[0].message
+    assert answer.tool_calls is not None
+    assert answer.tool_calls[0].function.parsed_arguments == Weather(city="Rome")
+    messages += [answer, {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "sunny"}]
+    assert client.chat.completions.parse(**asked, messages=messages).choices[0].message.content == "Sunny."
 
 
 @pytest.mark.shows("forced tool")
@@ -154,8 +157,12 @@ def test_stream_helper_parses(real: openai.OpenAI, client: openai.OpenAI, script
     asked: Any = {"response_format": Person, "max_completion_tokens": 300}
     with real.chat.completions.stream(model="demo", messages=said("Somebody"), **asked) as stream:
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
-    with client.chat.completions.stream(model="scripted", messages=said(script(PERSON_JSON)), **asked) as stream:
+    messages = said(script(PERSON_JSON, "Ada."))
+    with client.chat.completions.stream(model="scripted", messages=messages, **asked) as stream:
         assert any(event.type == "content.done" and event.parsed == ADA for event in stream)
+        answer: Any = stream.get_final_completion().choices[0].message
+    again = client.chat.completions.create(model="scripted", messages=[*messages, answer, *said("Who?")])
+    assert again.choices[0].message.content == "Ada."
 
 
 @pytest.mark.shows("structured output")
@@ -213,10 +220,12 @@ FLAT = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict
 
 @pytest.mark.shows("responses", "usage")
 def test_response(client: openai.OpenAI, script: Scripts) -> None:
-    made = client.responses.create(model="scripted", input=script("Hello there."), store=False, instructions="Be kind.")
+    asked: Any = {"model": "scripted", "input": script("Hello there."), "instructions": "Be kind."}
+    made = client.responses.create(**asked, store=False)
     assert (made.output_text, made.status) == ("Hello there.", "completed")
     assert made.usage is not None
     assert made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens
+    assert client.responses.input_tokens.count(**asked).input_tokens == made.usage.input_tokens
 
 
 @pytest.mark.shows("responses", "tools", "reasoning")

@@ -172,6 +172,8 @@ class CountTokensBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """An older name of output_config.format."""
     context_management: ContextManagement | None = None
     cache_control: CacheControl | None = None
     mcp_servers: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None

@@ -28,4 +28,5 @@ def error_body(error: ApiError) -> dict[str, Any]:
     kind = TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     message = TOO_LONG + error.message if error.code == "context_length_exceeded" else error.message
     details = {"details": {"error_code": NO_THREADS, "unsupported": ["thread"]}} if error.code == NO_THREADS else {}
-    return {"type": "error", "error": {"type": kind, "message": message, **details}}
+    known = {"request_id": error.request_id} if error.request_id else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}, **known}

@@ -26,6 +26,7 @@ MIN_BUDGET = 1024
 """Minimum of thinking.budget_tokens, as at Anthropic."""
 MODES = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
 """`tool_choice.type` -> the mode of all protocols."""
+OLD_FORMAT = "output_format"
 NAMES = ParameterNames(grammar="output_config.format", effort="output_config.effort", variables="thinking")
 
 
@@ -60,7 +61,7 @@ def conversation_of(
         variables=reasoning.variables,
         effort=reasoning.effort,
         grammar=_grammar(body),
-        names=NAMES,
+        names=_names(body),
     )
     if isinstance(body, MessagesBody):
         conversation = attrs.evolve(
@@ -153,9 +154,17 @@ def _shared_choice(choice: ToolChoice) -> SharedChoice:
 
 def _grammar(body: CountTokensBody) -> Grammar | None:
     wanted = body.output_config.format if body.output_config is not None else None
+    if body.output_format is not None:
+        if wanted is not None:
+            raise invalid("output_format is an older name of output_config.format; give one of them", OLD_FORMAT)
+        wanted = body.output_format
     if wanted is None:
         return None
     try:
         return Grammar.json_schema(wanted.schema)
     except InvalidRequestError as error:
-        raise invalid(str(error), "output_config.format.schema") from None
+        raise invalid(str(error), f"{_names(body).grammar}.schema") from None
+
+
+def _names(body: CountTokensBody) -> ParameterNames:
+    return NAMES if body.output_format is None else attrs.evolve(NAMES, grammar=OLD_FORMAT)

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses."""
+"""The bodies of POST /v1/responses and POST /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
@@ -76,17 +76,30 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Only false: events are not padded."""
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/responses. None: the default of the model or the server."""
+class InputTokensBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/responses/input_tokens: what the prompt is made of."""
 
-    model: str
-    input: str | list[dict[str, Any]]
+    model: str | None = None
+    input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
+    truncation: str | None = None
+    # Need what the server has stored.
+    conversation: Any = None
+    previous_response_id: str | None = None
+    # Extensions of OpenAI's parameters; its client sends them with `extra_body`.
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ResponsesBody(InputTokensBody, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/responses. None: the default of the model or the server."""
+
+    model: str
+    input: str | list[dict[str, Any]]
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -101,21 +114,19 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Limits calls of tools that the server runs; there are none."""
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory"] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
+    """in-memory is an older spelling."""
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: bool | None = None
     """Null counts as false, and responses say false: the server stores nothing."""
-    truncation: str | None = None
     user: str | None = None
-    # Need what the server has stored.
-    conversation: Any = None
-    previous_response_id: str | None = None
     prompt: Any = None
+    """Needs what the server has stored."""
     # OpenAI's parameters that this server does not support: only null is accepted.
     context_management: None = None
     moderation: None = None
-    # Extensions of OpenAI's parameters; its client sends them with `extra_body`.
+    # Extensions, as above.
     top_k: int | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
@@ -128,6 +139,5 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None

@@ -1,16 +1,24 @@
-"""From a request to /v1/responses to a Conversation, and the fields of the response that follow from it."""
+"""The routes: from a request to a Conversation, and the fields of the response that follow from it."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any, NoReturn
 
+import attrs
 import msgspec
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars import Grammar
-from engine.core.protocols import ApiError, Call, Conversation, ParameterNames, Reply, Routes, excerpt
-from engine.plugins.protocols.responses.body import INCLUDED, NOTHING_TO_INCLUDE, SAMPLING, ResponsesBody, TextFormat
+from engine.core.protocols import API, ApiError, Call, Conversation, ParameterNames, Reply, Routes, excerpt
+from engine.plugins.protocols.responses.body import (
+    INCLUDED,
+    NOTHING_TO_INCLUDE,
+    SAMPLING,
+    InputTokensBody,
+    ResponsesBody,
+    TextFormat,
+)
 from engine.plugins.protocols.responses.input import template_messages
 from engine.plugins.protocols.responses.output import new_id
 from engine.plugins.protocols.responses.tools import Tools, read_choice, read_tools
@@ -27,34 +35,42 @@ _log = logging.getLogger(__name__)
 
 
 def register(routes: Routes) -> None:
-    """Add the route."""
-    logged: set[str] = set()
+    """Add the routes."""
+    handler = ResponsesApi(routes)
+    routes.post(PATH, ResponsesBody, handler.respond, api=API, summary="Create a response", streams=True)
+    routes.post(
+        f"{PATH}/input_tokens",
+        InputTokensBody,
+        handler.count_tokens,
+        api=API,
+        summary="The number of input tokens of a response",
+    )
 
-    async def respond(body: ResponsesBody, _: Call) -> Reply:
+
+class ResponsesApi:
+    """Answers the requests of both routes."""
+
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
+        self._logged: set[str] = set()
+        """Types of tools that the log has named."""
+
+    async def respond(self, body: ResponsesBody, _: Call) -> Reply:
+        """Check and tokenize a request. Raises ApiError or InvalidRequestError."""
+        routes = self._routes
         routes.check_model(body.model)
         check(body)
-        tools = read_tools(body.tools)
-        for kind in tools.skipped:
-            if kind not in logged and len(logged) < 100:  # once, since agents send them with each request
-                logged.add(kind)
-                _log.warning("%s: tools of type %r are not offered to the model", PATH, kind)
+        tools = self._read_tools(body)
         include = body.include or ()
         with_logprobs = "message.output_text.logprobs" in include
-        conversation = Conversation(
-            messages=await messages_of(body),
-            tools=tools.functions,
-            tool_choice=read_choice(body.tool_choice, tools),
-            parallel_calls=body.parallel_tool_calls is not False,
-            variables=body.chat_template_kwargs or {},
-            effort=body.reasoning.effort if body.reasoning is not None else None,
+        conversation = attrs.evolve(
+            await conversation_of(body, tools),
             sampling={name: getattr(body, name) for name in SAMPLING},
             max_tokens=body.max_output_tokens,
             logprobs=(body.top_logprobs or 0) if with_logprobs else None,
-            grammar=_grammar(body.text.format if body.text is not None else None),
             priority=body.priority or 0,
             salt=body.cache_salt,
             cache_key=body.prompt_cache_key,
-            names=NAMES,
         )
         name = new_id("resp")
         answer = Answer(
@@ -72,32 +88,66 @@ def register(routes: Routes) -> None:
             name, conversation, ResponseWriter(answer), stream=bool(body.stream), headers=headers
         )
 
-    routes.post(PATH, ResponsesBody, respond, api="1", summary="Create a response", streams=True)
+    async def count_tokens(self, body: InputTokensBody, _: Call) -> Reply:
+        """Count the tokens of a request's prompt. Raises ApiError or InvalidRequestError."""
+        self._routes.check_model(body.model)
+        check_input(body)
+        conversation = await conversation_of(body, self._read_tools(body))
+        count = await self._routes.count_tokens(conversation)
+        return self._routes.json({"object": "response.input_tokens", "input_tokens": count})
+
+    def _read_tools(self, body: InputTokensBody) -> Tools:
+        """The tools of a request; logs each type that is not offered once, since agents send them with each request."""
+        tools = read_tools(body.tools)
+        for kind in tools.skipped:
+            if kind not in self._logged and len(self._logged) < 100:
+                self._logged.add(kind)
+                _log.warning("%s: tools of type %r are not offered to the model", PATH, kind)
+        return tools
 
 
-async def messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
+async def conversation_of(body: InputTokensBody, tools: Tools) -> Conversation:
+    """What the prompt is made of. Raises ApiError or InvalidRequestError."""
+    return Conversation(
+        messages=await messages_of(body),
+        tools=tools.functions,
+        tool_choice=read_choice(body.tool_choice, tools),
+        parallel_calls=body.parallel_tool_calls is not False,
+        variables=body.chat_template_kwargs or {},
+        effort=body.reasoning.effort if body.reasoning is not None else None,
+        grammar=_grammar(body.text.format if body.text is not None else None),
+        names=NAMES,
+    )
+
+
+async def messages_of(body: InputTokensBody) -> list[dict[str, Any]]:
     """The messages of a request. Raises ApiError."""
-    messages = await template_messages(body.input, body.instructions)
+    messages = await template_messages(() if body.input is None else body.input, body.instructions)
     if not messages:
         _refuse("input", "is empty; give a text or items")
     return messages
 
 
-def check(body: ResponsesBody) -> None:
-    """Raise ApiError for what would change the answer and is not supported."""
+def check_input(body: InputTokensBody) -> None:
+    """Raise ApiError for what would change the prompt and is not supported."""
     stateless = "this server stores nothing; send the whole conversation as input"
     if body.previous_response_id is not None:
         _refuse("previous_response_id", f"is not supported: {stateless}")
     if body.conversation is not None:
         _refuse("conversation", f"is not supported: {stateless}")
+    if body.truncation not in (None, "disabled"):
+        _refuse("truncation", "must be disabled: this server shortens no conversation")
+
+
+def check(body: ResponsesBody) -> None:
+    """Raise ApiError for what would change the answer and is not supported."""
+    check_input(body)
     if body.prompt is not None:
         _refuse("prompt", "is not supported: this server stores no prompts; send instructions and input")
     if body.background:
         _refuse("background", "must be false: this server stores nothing; stream the response instead")
     if body.store:
         _refuse("store", "must be false: this server stores nothing")
-    if body.truncation not in (None, "disabled"):
-        _refuse("truncation", "must be disabled: this server shortens no conversation")
     if body.stream_options is not None and not body.stream:
         _refuse("stream_options", "is allowed only with stream: true")
     include = body.include or ()

@@ -75,12 +75,7 @@ class ResponseWriter(AnswerWriter):
         yield _json(self._response(self._status, usage))
 
     def events(self, delta: Delta, usage: Callable[[], Usage]) -> Iterator[bytes]:
-        self._streams = True
-        if not self._begun:
-            self._begun = True
-            response = self._response(IN_PROGRESS)
-            self._emit("created", response=response)
-            self._emit("in_progress", response=response)
+        self._begin()
         for _ in self._feed(delta):
             yield self._take()
         if self._data:
@@ -91,10 +86,20 @@ class ResponseWriter(AnswerWriter):
         return self._take()
 
     def error_event(self, error: ApiError) -> bytes:
+        self._begin()
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         response = self._response("failed") | {"error": {"code": code, "message": error.message}}
         self._emit("failed", response=response)
         return self._take()
+
+    def _begin(self) -> None:
+        """Build the first events of a stream, once."""
+        self._streams = True
+        if not self._begun:
+            self._begun = True
+            response = self._response(IN_PROGRESS)
+            self._emit("created", response=response)
+            self._emit("in_progress", response=response)
 
     @property
     def _status(self) -> str:

@@ -43,6 +43,17 @@ await main({
   },
   streamTools: () =>
     client.chat.completions.stream({ model, messages, tools: [tool("weather"), tool("local_time")] }).finalChatCompletion(),
+  // Conversations whose second turn has the first answer as the helpers return it.
+  async streamAgain() {
+    const first = await client.chat.completions.stream({ model, messages }).finalMessage();
+    return client.chat.completions.stream({ model, messages: [...messages, first, ...messages] }).finalMessage();
+  },
+  async strictToolAgain() {
+    const asked = { model, tools: [zodFunction({ name: "weather", parameters: City })], ...limit };
+    const first = (await client.chat.completions.parse({ ...asked, messages })).choices[0].message;
+    const result = { role: "tool", tool_call_id: first.tool_calls[0].id, content: "sunny" };
+    return (await client.chat.completions.parse({ ...asked, messages: [...messages, first, result] })).choices[0].message;
+  },
   required: () => forced("required"),
   named: () => forced({ type: "function", function: { name: "weather" } }),
   strictTool: () =>

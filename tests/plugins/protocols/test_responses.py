@@ -145,6 +145,13 @@ def test_a_stream_that_fails_ends_with_the_response_so_far() -> None:
     assert events[-1]["sequence_number"] == len(events) - 1
 
 
+def test_a_stream_that_fails_before_its_first_event_has_the_events_that_clients_wait_for() -> None:
+    data = writer().error_event(ApiError(400, "no"))
+    events = [json.loads(event.partition(b"\ndata: ")[2]) for event in data.split(b"\n\n")[:-1]]
+    assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]
+    assert events[-1]["response"]["error"] == {"code": "invalid_prompt", "message": "no"}
+
+
 def test_a_custom_tool_with_other_arguments_keeps_them() -> None:
     def read(arguments: str) -> tuple[str, str]:
         said = f'<tool_call>{{"name": "patch", "arguments": {arguments}}}</tool_call>'

@@ -175,6 +175,8 @@ def test_pages_of_allowed_origins_may_read_answers(serve_fake: Serve) -> None:
                 response = post(server, origin=origin, authorization=key, content_type="application/json")
                 assert response.status_code == status
                 assert ("access-control-allow-origin" in response.headers) is allowed
+                exposed = response.headers["access-control-expose-headers"].split(", ")
+                assert {"request-id", "x-skipped-tools", "x-parameters-without-effect"} <= set(exposed)
 
 
 def test_no_page_may_read_answers_by_default(server: Any) -> None:

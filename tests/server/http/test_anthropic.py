@@ -327,7 +327,8 @@ def test_errors_of_every_kind_have_anthropics_shape(api: httpx.Client) -> None:
         ]
         for status, kind, response in responses:
             assert response.status_code == status
-            assert response.json().keys() == {"type", "error"}
+            assert response.json().keys() == {"type", "error", "request_id"}
+            assert response.json()["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
             assert response.json()["error"].keys() == {"type", "message"}
             assert response.json()["error"]["type"] == kind
     assert api.post("/v1/messages/batches", json={}).status_code == 404
@@ -347,8 +348,9 @@ def test_a_body_that_breaks_off_gets_an_error_of_this_shape(api: httpx.Client) -
         assert connection.recv(1000).startswith(b"HTTP/1.1 100")
         connection.sendall(b"no size\r\n")
         with connection.makefile("rb") as answer:
-            status, _, body = answer.readline(), *answer.read().partition(b"\r\n\r\n")[::2]
+            status, head, body = answer.readline(), *answer.read().partition(b"\r\n\r\n")[::2]
     assert status.split()[1] == b"400"
+    assert f"request-id: {json.loads(body)['request_id']}\r\n".encode() in head
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 

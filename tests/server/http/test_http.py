@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -179,6 +180,11 @@ def test_chat_without_max_tokens_fills_the_context(http: httpx.Client) -> None:
     assert usage["total_tokens"] == 256
 
 
+def test_chat_takes_no_top_logprobs_without_logprobs(http: httpx.Client) -> None:
+    body = http.post("/v1/chat/completions", json=CHAT | {"logprobs": False, "top_logprobs": 0}).json()
+    assert body["choices"][0]["logprobs"] is None
+
+
 def test_chat_takes_text_parts(http: httpx.Client) -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     body = CHAT | {"messages": [{"role": "developer", "content": parts}]}
@@ -311,8 +317,12 @@ def test_errors_of_unknown_paths_and_methods_have_the_same_shape(http: httpx.Cli
 
 
 def test_models_lists_the_served_model_alone(http: httpx.Client) -> None:
-    (model,) = http.get("/v1/models").json()["data"]
+    models = http.get("/v1/models").json()
+    (model,) = models["data"]
     assert (model["id"], model["max_model_len"]) == (MODEL, 256)
+    assert (models["first_id"], models["last_id"], models["has_more"]) == (MODEL, MODEL, False)
+    assert (model["type"], model["display_name"]) == ("model", MODEL)
+    assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
     assert http.get(f"/v1/models/{MODEL}").json() == model
     refusal(http.get("/v1/models/other"), 404)
 

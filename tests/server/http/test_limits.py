@@ -28,7 +28,7 @@ def check_refusal(response: httpx.Response, setting: str) -> int:
     """Check a 429; its Retry-After."""
     assert response.status_code == 429
     error = response.json()["error"]
-    assert error["code"] == "rate_limit_exceeded"
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
     assert setting in error["message"]
     return int(response.headers["retry-after"])
 

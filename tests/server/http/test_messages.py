@@ -93,6 +93,57 @@ def test_an_answer_of_openais_client_is_accepted_as_it_is() -> None:
     assert rendered(role="assistant")["content"] == ""
 
 
+ROME = '{"city": "Rome"}'
+
+
+def called(**function: Any) -> list[dict[str, Any]]:
+    """The calls of an answer that a client sends back. function: what it adds to the function."""
+    return [{"id": "c", "type": "function", "function": {"name": "f", "arguments": ROME} | function}]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param({"content": ROME, "refusal": None, "parsed": None}, id="openai-node stream"),
+        pytest.param(
+            {
+                "content": None,
+                "refusal": None,
+                "parsed": None,
+                "tool_calls": called(parsed_arguments={"city": "Rome"}),
+            },
+            id="openai-node stream, strict tools",
+        ),
+        pytest.param({"content": ROME, "parsed": {"city": "Rome"}}, id="openai-node parse"),
+        pytest.param(
+            {"content": ROME, "tool_calls": None, "parsed": {"city": "Rome"}},
+            id="openai-python parse",
+        ),
+        pytest.param(
+            {"content": None, "parsed": None, "tool_calls": called(parsed_arguments={"city": "Rome"})},
+            id="openai-python parse, tools",
+        ),
+        pytest.param(
+            {"content": None, "reasoning": None, "tool_call_id": None, "tool_calls": called(description=None)},
+            id="huggingface_hub",
+        ),
+    ],
+)
+def test_an_answer_is_accepted_when_a_client_sends_it_back_with_its_own_fields(answer: dict[str, Any]) -> None:
+    found = rendered(role="assistant", **answer)
+    assert found["content"] == (answer["content"] or "")
+    if answer.get("tool_calls"):
+        assert found["tool_calls"] == [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"city": "Rome"}}}
+        ]
+    assert found.keys() <= {"role", "content", "tool_calls"}
+
+
+def test_a_part_with_an_unknown_null_is_accepted() -> None:
+    part = {"type": "text", "text": "a", "annotations": None}
+    assert rendered(role="user", content=[part])["content"] == "a"
+
+
 def test_an_answer_with_litellms_notes_is_accepted_and_they_have_no_effect() -> None:
     notes = {"refusal": None, "reasoning_content": "hm"}
     answer = rendered(role="assistant", content="a", function_call=None, provider_specific_fields=notes)

@@ -24,6 +24,10 @@ ASKS_FOR_NOTHING: dict[str, Any] = {
     "store": False,
     "metadata": {"run": "1"},
     "service_tier": "auto",
+    "verbosity": "medium",
+    "modalities": ["text"],
+    "prompt_cache_retention": "in_memory",
+    "top_logprobs": 0,
     "prompt_cache_key": "session-1",
     "safety_identifier": "user-1",
     "stop": "",
@@ -35,7 +39,7 @@ HISTORY: list[dict[str, Any]] = [
     {"role": "user", "content": "hi", "name": "Ann"},
     {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "2"}]},
-    {"role": "assistant", "tool_calls": None, "refusal": "no", "annotations": []},
+    {"role": "assistant", "tool_calls": None, "refusal": "no", "annotations": [], "parsed": {"a": 1}},
 ]
 MODULES = (chat, completions, status, tokenize)
 
@@ -95,7 +99,7 @@ def test_every_route_and_no_other_is_described(document: Any) -> None:
     routes: list[Any] = [one for module in MODULES for one in module.routes(service).routes]
     found = {(route.path.replace(":path", ""), method.lower()) for route in routes for method in route.methods}
     found |= {("/openapi.json", method) for method in ("get", "head")}
-    of_plugins = ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
+    of_plugins = ("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens")
     found |= {(path, "post") for path in of_plugins}
     assert found == {(path, method) for path, methods in document["paths"].items() for method in methods}
 
@@ -106,6 +110,7 @@ def test_every_route_and_no_other_is_described(document: Any) -> None:
         ("/v1/messages", CHAT | {"max_tokens": 4, "thinking": {"type": "adaptive"}, "stop_sequences": ["zz"]}),
         ("/v1/messages", CHAT | {"max_tokens": 4, "stream": True, "system": [{"type": "text", "text": "a"}]}),
         ("/v1/messages/count_tokens", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses/input_tokens", {"model": "tiny", "input": "hi"}),
         ("/v1/responses", {"model": "tiny", "input": "hi", "max_output_tokens": 4}),
         ("/v1/responses", {"model": "tiny", "input": [{"role": "user", "content": "hi"}], "stream": True}),
         ("/v1/completions", COMPLETION),
@@ -160,6 +165,7 @@ def test_refusals_are_described(
         403: http.post(path, json=body, headers=form),
         404: http.post(path, json=body | {"model": "other"}),
         413: http.post(path, json={"prompt": "x" * 100_000}),
+        415: http.post(path, json=body, headers={"content-encoding": "gzip"}),
     }
     for status_code, response in responses.items():
         assert response.status_code == status_code

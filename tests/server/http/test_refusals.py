@@ -90,3 +90,10 @@ def test_the_reason_of_a_failure_is_not_shortened() -> None:
     reason = "x" * (MAX_MESSAGE + 1)
     assert ApiError(503, reason).message == reason
     assert len(ApiError(400, reason).message) == MAX_MESSAGE
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(400, "invalid_request_error"), (429, "rate_limit_error"), (503, "server_error")]
+)
+def test_the_type_of_an_error_follows_from_its_status(status: int, kind: str) -> None:
+    assert ApiError(status, "why").body()["error"]["type"] == kind

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from engine.server.http.request_bodies import (
     decode,
     read,
     read_optional,
+    without_lone_surrogates,
 )
 
 COMPLETION = {"model": "m", "prompt": "p"}
@@ -85,9 +87,74 @@ def test_null_means_not_given() -> None:
     assert decode(msgspec.json.encode(detokenize), DetokenizeBody).tokens == [1]
 
 
+def test_values_that_ask_for_nothing_are_accepted() -> None:
+    asked = {
+        "stream": True,
+        "stream_options": {"include_obfuscation": False},
+        "verbosity": "medium",
+        "modalities": ["text"],
+        "prompt_cache_retention": "in_memory",
+        "service_tier": "auto",
+    }
+    assert decode(msgspec.json.encode(CHAT | asked), ChatBody).verbosity == "medium"
+    completion = decode(msgspec.json.encode(COMPLETION | {"stream_options": asked["stream_options"]}), CompletionBody)
+    assert completion.stream_options is not None
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (r"cut \ud83d", "cut \ufffd"),
+        (r"cut \uD83D and more", "cut \ufffd and more"),
+        (r"\ude00 cut", "\ufffd cut"),
+        (r"\ud83d\ud83d\ude00\ude00", "\ufffd\U0001f600\ufffd"),
+        (r"\ud83d\u0041\ud83d\n", "\ufffdA\ufffd\n"),
+        (r"\ud83d \\ud83d \\\ud83d\\", "\ufffd \\ud83d \\\ufffd\\"),
+        (r"\ud83d\\\ude00", "\ufffd\\\ufffd"),
+    ],
+)
+def test_half_a_surrogate_pair_is_read_as_a_replacement_character(written: str, text: str) -> None:
+    body = f'{{"model": "m", "x": null, "prompt": "{written}"}}'.encode()
+    assert decode(body, CompletionBody).prompt == text
+
+
+def test_a_body_that_breaks_off_is_refused_when_it_has_half_a_surrogate_pair() -> None:
+    for body in (rb'{"model": "m", "prompt": "\ud83d', b'{"model": "\\ud83d", "prompt": "\\\0"}'):
+        assert "not JSON" in refusal(CompletionBody, body).message
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(codec="utf-8")))
+def test_valid_json_is_not_changed_by_mending_surrogates(text: str) -> None:
+    data = json.dumps([text, "\\\U0001f600"]).encode()
+    assert without_lone_surrogates(data) == data
+
+
+def test_an_unknown_field_means_nothing_when_it_is_null() -> None:
+    call = {"id": "c", "x": None, "function": {"name": "f", "arguments": "{}", "x": None}, "custom": None}
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hi", "x": None}, {"role": "assistant", "tool_calls": [call]}],
+        "tools": [{"type": "function", "x": None, "function": {"name": "f", "x": None, "parameters": {"x": None}}}],
+        "stream_options": {"x": None},
+        "logit_bias": {"7": 1},
+        "response_format": {"x": None},
+        "x": None,
+    }
+    found = decode(msgspec.json.encode(body), ChatBody)
+    assert found.messages[1].tool_calls is not None
+    assert found.tools is not None
+    assert found.tools[0].function is not None
+    assert found.tools[0].function.parameters == {"x": None}, "free JSON is not changed"
+    assert found.response_format == {"x": None}
+    assert found.logit_bias == {7: 1.0}
+
+
 @pytest.mark.parametrize(
     ("kind", "body", "param", "words"),
     [
+        (ChatBody, CHAT | {"x": None, "y": 0}, "y", "is not a parameter of this server"),
+        (ChatBody, CHAT | {"x": None, "functions": [{}]}, "functions", "use tools instead"),
         (CompletionBody, COMPLETION | {"topk": 3}, "topk", "is not a parameter of this server"),
         (CompletionBody, COMPLETION | {"suffix": "x"}, "suffix", "is not supported"),
         (CompletionBody, COMPLETION | {"temperature": "hot"}, "temperature", "expected float"),
@@ -101,6 +168,10 @@ def test_null_means_not_given() -> None:
         (CompletionBody, {"prompt": "m"}, "model", "is missing"),
         (CompletionBody, COMPLETION | {"stream_options": {"a": 1}}, "stream_options.a", "is not a parameter"),
         (ChatBody, CHAT | {"service_tier": "flex"}, "service_tier", "invalid enum"),
+        (ChatBody, CHAT | {"verbosity": "low"}, "verbosity", "invalid enum"),
+        (ChatBody, CHAT | {"modalities": ["text", "audio"]}, "modalities[1]", "invalid enum"),
+        (ChatBody, CHAT | {"prompt_cache_retention": "24h"}, "prompt_cache_retention", "invalid enum"),
+        (ChatBody, CHAT | {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", ""),
         (ChatBody, CHAT | {"metadata": {"a": 1}}, "metadata[...]", "expected str"),
         (ChatBody, CHAT | {"functions": [{}]}, "functions", "use tools instead"),
         (ChatBody, CHAT | {"messages": [{"content": "x"}]}, "messages[0].role", "is missing"),
@@ -185,6 +256,22 @@ def test_the_event_loop_runs_while_values_are_counted() -> None:
         return turns
 
     assert asyncio.run(main()) > 10
+
+
+@pytest.mark.parametrize("reader", [read, read_optional])
+def test_an_encoded_body_is_refused_by_the_name_of_its_encoding(reader: Any) -> None:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b'{"prompt": "x"}'}
+
+    def request(*encodings: bytes) -> Request:
+        headers = [(b"content-encoding", encoding) for encoding in encodings]
+        return Request({"type": "http", "path": "/tokenize", "query_string": b"", "headers": headers}, receive)
+
+    for encodings in ((b"gzip",), (b"identity", b"GZip"), (b"identity, gzip",)):
+        with pytest.raises(ApiError, match=r"(?i)gzip") as caught:
+            asyncio.run(reader(request(*encodings), TokenizeBody, ServerConfig()))
+        assert (caught.value.status, caught.value.headers["accept-encoding"]) == (415, "identity")
+    assert asyncio.run(reader(request(b"Identity"), TokenizeBody, ServerConfig())).prompt == "x"
 
 
 @pytest.mark.parametrize("declared", [True, False])

@@ -32,9 +32,12 @@ def test_each_response_has_a_request_id(server: Any, http: httpx.Client) -> None
     assert answered.headers["x-request-id"] == answered.json()["id"]
     stream = http.post("/v1/completions", json=COMPLETION | {"stream": True})
     assert stream.headers["x-request-id"] in stream.text
-    for response in (http.get("/nowhere"), http.post("/v1/completions", json={}), http.get("/health")):
+    failed = [http.get("/nowhere"), http.post("/v1/completions", json={})]
+    for response in (*failed, http.get("/health")):
         assert re.fullmatch("req-[0-9a-f]{32}", response.headers["x-request-id"])
-    assert re.search(rb"\r\nx-request-id: req-[0-9a-f]{32}\r\n", malformed(server))
+    for response in (answered, stream, *failed):
+        assert response.headers.get_list("request-id") == response.headers.get_list("x-request-id")
+    assert re.search(rb"\r\nx-request-id: (req-[0-9a-f]{32})\r\nrequest-id: \1\r\n", malformed(server))
 
 
 @pytest.mark.parametrize("body", [COMPLETION, COMPLETION | {"stream": True}, {}])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from engine.server.front_end.errors import ApiError
@@ -64,13 +64,19 @@ class FakeGeneration:
 class Client:
     """A client that has requested a stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval: float = 0.0) -> None:
+        """interval: seconds without an event after which the stream is kept alive; 0: never."""
         self.events = FakeGeneration()
         self.connection = FakeConnection()
         self.sent: list[Any] = []
         self.disconnected = asyncio.Event()
         scope = {"type": "http", "state": {"connection": self.connection}}
-        send_events = stream(self.events, {"x-request-id": "r"})  # type: ignore[arg-type]
+        send_events = stream(
+            self.events,  # type: ignore[arg-type]
+            {"x-request-id": "r"},
+            keep_alive=b": alive\n\n",
+            keep_alive_interval=interval,
+        )
         answer = CancellableResponse(send_events)
         self.task = asyncio.ensure_future(answer(scope, self._receive, self._send))
 
@@ -91,6 +97,105 @@ class Client:
         assert not self.sent[-1].get("more_body", False)
         body: bytes = self.sent[-1]["body"]
         return body
+
+
+class FakeClock(asyncio.SelectorEventLoop):
+    """An event loop whose time moves only when a test says so."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+def run_with_clock(main: Callable[[Callable[[float], Awaitable[None]]], Coroutine[Any, Any, None]]) -> None:
+    """Run `main` with a function that lets seconds pass."""
+
+    async def passes(seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, FakeClock)
+        loop.now += seconds
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    with asyncio.Runner(loop_factory=FakeClock) as runner:
+        runner.run(main(passes))
+
+
+ALIVE = b": alive\n\n"
+
+
+def test_a_stream_begins_and_is_kept_alive_when_no_event_comes() -> None:
+    async def main(passes: Callable[[float], Awaitable[None]]) -> None:
+        client = Client(interval=10)
+        await passes(0)
+        await passes(9)
+        assert client.sent == []
+        await passes(1)
+        assert [message["status"] for message in client.sent] == [200]
+        assert client.connection.chunks == [ALIVE]
+        await passes(9)
+        assert client.connection.chunks == [ALIVE]
+        await passes(1)
+        assert client.connection.chunks == [ALIVE, ALIVE]
+        client.events.put(b"one")
+        await passes(1)
+        client.events.put(b"two", last=True)
+        await client.task
+        assert client.connection.chunks == [ALIVE, ALIVE, b"one", b"two"]
+        assert client.last == b"data: [DONE]\n\n"
+        await passes(100)
+        assert len(client.connection.chunks) == 4, "nothing follows the end"
+
+    run_with_clock(main)
+
+
+def test_a_stream_is_kept_alive_only_while_it_pauses() -> None:
+    async def main(passes: Callable[[float], Awaitable[None]]) -> None:
+        client = Client(interval=10)
+        await passes(0)
+        for _ in range(5):
+            client.events.put(b"one")
+            await passes(6)
+        assert client.connection.chunks == [b"one"] * 5
+        await passes(20)
+        assert client.connection.chunks == [b"one"] * 5 + [ALIVE]
+        client.connection.full = True
+        await passes(50)
+        assert client.connection.chunks == [b"one"] * 5 + [ALIVE], "nothing is written while the client does not read"
+        client.connection.full = False
+        client.events.put(b"two", last=True)
+        await client.task
+        assert client.connection.chunks[6:] == [b"two"]
+
+    run_with_clock(main)
+
+
+def test_an_error_is_the_last_event_when_the_stream_was_kept_alive_before_the_first_one() -> None:
+    async def main(passes: Callable[[float], Awaitable[None]]) -> None:
+        client = Client(interval=10)
+        await passes(0)
+        await passes(10)
+        client.events.put(ApiError(400, "no"))
+        await client.task
+        assert [message.get("status") for message in client.sent] == [200, None]
+        assert client.last.startswith(b'data: {"error":{"message":"no"')
+
+    run_with_clock(main)
+
+
+def test_a_client_that_leaves_is_noticed_when_its_stream_is_kept_alive() -> None:
+    async def main(passes: Callable[[float], Awaitable[None]]) -> None:
+        client = Client(interval=10)
+        await passes(0)
+        await passes(10)
+        client.disconnected.set()
+        await client.task
+        assert not client.events.open
+        await passes(100)
+        assert client.connection.chunks == [ALIVE]
+
+    run_with_clock(main)
 
 
 def test_events_are_written_as_outputs_come() -> None:

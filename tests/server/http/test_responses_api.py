@@ -447,3 +447,34 @@ def test_a_hang_up_within_a_tool_call_aborts_the_request(
         assert metric(aborted) == before
     hermes.until(lambda: metric(aborted) == before + 1)
     hermes.until(lambda: metric("engine_num_requests_running") == 0)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"input": "say hi"},
+        {"input": [{"role": "user", "content": "say hi"}], "instructions": "Be brief.", "truncation": "disabled"},
+        {"input": "say hi", "tools": [*TOOLS, {"type": "web_search"}], "tool_choice": "auto"},
+    ],
+)
+def test_the_count_of_input_tokens_is_that_of_the_response(client: openai.OpenAI, asked: Any) -> None:
+    counted = client.responses.input_tokens.count(model=MODEL, **asked)
+    assert counted.object == "response.input_tokens"
+    usage = client.responses.create(model=MODEL, **asked).usage
+    assert usage is not None
+    assert counted.input_tokens == usage.input_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({}, "input"),
+        ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "x", "truncation": "auto"}, "truncation"),
+        ({"input": "x", "extra_body": {"max_output_tokens": 1}}, "max_output_tokens"),
+    ],
+)
+def test_a_count_of_what_cannot_be_honoured_is_refused_by_name(client: openai.OpenAI, asked: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.input_tokens.count(**asked)
+    assert caught.value.param == param

@@ -216,7 +216,7 @@ def cases(body: Any) -> list[tuple[Path, Any]]:
 def is_error(route: str, body: Any) -> bool:
     """Whether a JSON body is an error in the shape of the route's protocol."""
     if route.startswith("/v1/messages"):
-        return set(body) == {"type", "error"} and set(body["error"]) == ANTHROPIC_FIELDS
+        return set(body) == {"type", "error", "request_id"} and set(body["error"]) == ANTHROPIC_FIELDS
     return set(body) == {"error"} and set(body["error"]) == OPENAI_FIELDS
 
 

@@ -12,6 +12,7 @@ from engine.plugins.protocols.anthropic.options import conversation_of
 GRANITE = "{% if thinking %}{% endif %}"
 QWEN, GPT_OSS, LLAMA = "{% if enable_thinking %}{% endif %}", "{{ reasoning_effort }}", "{{ messages }}"
 TOOL = {"name": "weather", "input_schema": {"type": "object"}}
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 BUDGET = {"type": "enabled", "budget_tokens": 1024}
 
 
@@ -124,6 +125,7 @@ def test_a_deferred_tool_is_offered_once_it_has_been_found() -> None:
         ),
         ({"tools": [TOOL | {"input_examples": [{}]}]}, r"tools\[0\]\.input_examples"),
         ({"tools": [{"name": "f"}]}, r"tools\[0\]\.input_schema is missing"),
+        ({"output_config": {"format": FORMAT}, "output_format": FORMAT}, r"output_config\.format; give one"),
         ({"tool_choice": {"type": "tool"}}, r"tool_choice\.name is needed"),
         ({"tool_choice": {"type": "any", "name": "f"}}, r"tool_choice\.name .* allowed with no other"),
     ],
@@ -135,9 +137,15 @@ def test_what_cannot_be_honoured_is_refused_by_name(given: Any, reason: str) -> 
 
 def test_sampling_parameters_have_the_engines_names() -> None:
     given = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "stop_sequences": ["x"], "priority": 1, "cache_salt": "s"}
-    conversation, _ = asked(**given, output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}})
+    conversation, _ = asked(**given, output_config={"format": FORMAT})
     assert conversation.sampling == {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "stop": ["x"]}
     assert (conversation.max_tokens, conversation.may_exceed_context) == (2000, True)
     assert (conversation.priority, conversation.salt) == (1, "s")
     assert conversation.grammar is not None
     assert conversation.names.grammar == "output_config.format"
+
+
+def test_the_output_format_has_an_older_name() -> None:
+    old, new = asked(output_format=FORMAT)[0], asked(output_config={"format": FORMAT})[0]
+    assert old.grammar == new.grammar is not None
+    assert old.names.grammar == "output_format"

@@ -242,6 +242,13 @@ def test_an_error_in_a_stream_is_an_event() -> None:
     assert json.loads(event.partition(b"data: ")[2]) == error_body(ApiError(500, "why"))
 
 
+def test_an_error_has_the_id_of_its_request() -> None:
+    error = ApiError(500, "why")
+    assert "request_id" not in error_body(error)
+    error.request_id = "req-1"
+    assert error_body(error)["request_id"] == "req-1"
+
+
 def test_a_prompt_that_is_too_long_says_so_in_the_words_that_clients_look_for() -> None:
     message = error_body(ApiError(400, "it holds 5 tokens", code="context_length_exceeded"))["error"]["message"]
     assert message == "prompt is too long: it holds 5 tokens"
