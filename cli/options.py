@@ -27,6 +27,7 @@ from engine.core.config import (
     describe,
     is_hub_name,
     load_config,
+    sections,
 )
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.types import SamplingParams
@@ -44,7 +45,7 @@ SETTING_SUFFIX = "_setting"
 
 MODEL = "model"
 """Parameter of the argument that names the model."""
-SECTIONS = tuple(attrs.fields_dict(EngineConfig))
+SECTIONS = tuple(section.name for section in sections())
 OFFLINE = ("server", "parser")
 """Sections without meaning for a command without a server: `configured(without=OFFLINE)`."""
 

@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 
 from engine.core.attention.pair import AttentionPair
 from engine.core.config.setting import changed_settings
+from engine.core.config.setting_list import option_places
 from engine.core.config.structure import structure_options
 from engine.core.config.tree import AUTO, EngineConfig, SpeculatorConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaultError, near_misses
@@ -251,12 +252,13 @@ def _drafter_choices(config: EngineConfig, plugins: Plugins, device: DeviceInfo)
     points = {point.section: point for point in EXTENSION_POINTS}
 
     def find_model(checkpoint: Mapping[str, Any]) -> type[Model]:
-        own = evolve(config, model=evolve(config.model, name=AUTO, options={}))
+        own = evolve(config, model=evolve(config.model, name=AUTO, options={}), option_places={})
         cls: type[Model] = _choose(own, plugins, points["model"], None, model_question(checkpoint))[0]
         return cls
 
     def choose_quant(checkpoint: Mapping[str, Any]) -> tuple[type[QuantMethod[Any]], Any, str]:
-        own = evolve(config, quant=evolve(config.quant, name=config.speculator.quant, options={}))
+        quant = evolve(config.quant, name=config.speculator.quant, options={})
+        own = evolve(config, quant=quant, option_places={})
         cls, choice = _choose(own, plugins, points["quant"], None, quant_question(checkpoint, device))
         return cls, _options(own, cls, choice), str(choice)
 
@@ -291,7 +293,7 @@ def _making(policies: dict[type, SchedulingPolicy[Any]], config: EngineConfig) -
         refusal: str | None = cls.refuses()
         if refusal is None:
             with suppress(ConfigError):
-                policies[cls] = cls(structure_options(config.scheduler.options, cls.options_class, "scheduler.options"))
+                policies[cls] = cls(_structured(config, "scheduler", cls, "scheduler.options"))
         return refusal
 
     return question
@@ -353,9 +355,14 @@ def _choose(
 def _options(config: EngineConfig, cls: type | AttentionPair, choice: ChosenPlugin) -> Any:
     """The options of the chosen plugin, as an instance of its options_class. Raises ConfigError."""
     [section] = [point.section for point in EXTENSION_POINTS if point.name == choice.extension_point]
-    where = f"{section} {choice.name!r}: {section}.options"
     with blame(str(choice), "its options_class"):
-        return structure_options(getattr(config, section).options, getattr(cls, "options_class", None), where)
+        return _structured(config, section, cls, f"{choice}: {section}.options")
+
+
+def _structured(config: EngineConfig, section: str, cls: Any, where: str) -> Any:
+    """The options of a section, as an instance of the plugin's options_class. Raises ConfigError."""
+    options, options_class = getattr(config, section).options, getattr(cls, "options_class", None)
+    return structure_options(options, options_class, where, option_places(config, section))
 
 
 def load_pair(point: ExtensionPoint, registry: Registry[Any], name: str) -> tuple[AttentionPair, str]:
