@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         questions_of_machine as questions_of_machine,
         speculator_question as speculator_question,
     )
-    from engine.core.plugin_host.registry import Plugins as Plugins
+    from engine.core.plugin_host.registry import Plugins as Plugins, Registry as Registry
     from engine.core.plugin_host.selection import (
         ChosenPlugin as ChosenPlugin,
         Parts as Parts,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         load_pair as load_pair,
         resolve as resolve,
     )
+    from engine.core.plugin_host.signatures import wrong_signature as wrong_signature
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
@@ -72,7 +73,7 @@ __getattr__, __dir__, __all__ = exports(
         "questions_of_machine",
         "speculator_question",
     ),
-    registry=("Plugins",),
+    registry=("Plugins", "Registry"),
     selection=(
         "ChosenPlugin",
         "Parts",
@@ -83,4 +84,5 @@ __getattr__, __dir__, __all__ = exports(
         "load_pair",
         "resolve",
     ),
+    signatures=("wrong_signature",),
 )
