@@ -233,13 +233,13 @@ def _with_options(
     return run
 
 
-def _option(name: str, hint: Any, *declarations: str, **settings: Any) -> inspect.Parameter:
-    """A keyword parameter that typer reads as an option without a default."""
+def _option(name: str, hint: Any, *declarations: str, help: str, **settings: Any) -> inspect.Parameter:  # noqa: A002
+    """A keyword parameter that typer reads as an option without a default. help: plain text."""
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        annotation=Annotated[hint, typer.Option(*declarations, **settings)],
+        annotation=Annotated[hint, typer.Option(*declarations, help=help.replace("[", r"\["), **settings)],
     )
 
 

@@ -3,10 +3,12 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import typer
+from rich.markup import render
 
 from engine.cli.main import BUILTINS
 from engine.core.errors import CapacityError, ExecutorError
@@ -200,3 +202,19 @@ def test_a_plugin_that_fails_to_add_commands_is_a_warning(
 def test_built_in_commands_look_for_no_plugin(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "load_plugins", lambda *config: pytest.fail("plugins were loaded"))
     assert run("config", "show").exit_code == 0
+
+
+def params_of(command: Any, path: str = "engine") -> Iterator[tuple[str, str]]:
+    """(place, help) of each option and argument of a command and of those below it, and of the commands themselves."""
+    yield path, command.help or ""
+    for param in command.params:
+        yield f"{path} {param.name}", getattr(param, "help", None) or ""
+    for name, below in getattr(command, "commands", {}).items():
+        yield from params_of(below, f"{path} {name}")
+
+
+def test_help_shows_brackets_of_every_command_as_they_are_written(run: Any) -> None:
+    for name, builtin in BUILTINS.items():
+        for place, text in params_of(builtin.load(name), name):
+            assert render(text).plain == text.replace(r"\[", "["), place
+    assert "plugins.deny=[a,b]." in " ".join(run("config", "show", "--help").stdout.replace("│", " ").split())
