@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.core.plugin_host.extension_points import EXTENSION_POINTS as EXTENSION_POINTS
     from engine.core.plugin_host.faults import raise_interrupt as raise_interrupt
     from engine.core.plugin_host.guard import STARTUP_CALLS as STARTUP_CALLS, guarded as guarded
-    from engine.core.plugin_host.installed import HOME as HOME
+    from engine.core.plugin_host.installed import HOME as HOME, PluginInfo as PluginInfo
     from engine.core.plugin_host.load import load_plugins as load_plugins
     from engine.core.plugin_host.questions import (
         Question as Question,
@@ -62,7 +62,7 @@ __getattr__, __dir__, __all__ = exports(
         "STARTUP_CALLS",
         "guarded",
     ),
-    installed=("HOME",),
+    installed=("HOME", "PluginInfo"),
     load=("load_plugins",),
     questions=(
         "Question",
