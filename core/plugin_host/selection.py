@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,9 @@ from engine.core.plugin_host.questions import (
     speculator_question,
 )
 from engine.core.speculators.device import DeviceSpeculator
+
+MAX_NAMES = 4
+"""Maximum plugins that a sentence about the equal refusals of several names."""
 
 if TYPE_CHECKING:
     from engine.core.attention.base import AttentionBackend
@@ -65,8 +68,8 @@ class ChosenPlugin:
             return None
         [section] = [point.section for point in EXTENSION_POINTS if point.name == self.extension_point]
         return (
-            f"auto took {self}, which is not built in ({self.reason}); name it as {section}.name to have it without "
-            "this notice, or deny it in [plugins]"
+            f"auto took {self}, which is not built in; name it as {section}.name to have it without this notice, or "
+            f"deny it in [plugins] ({self.reason})"
         )
 
     def __str__(self) -> str:
@@ -326,11 +329,11 @@ def _choose(
         choice = chosen(name, registration.plugin.provenance, "asked for by name")
         cls = guarded(registration.load(), str(choice), STARTUP_CALLS[point.name])
     else:
-        refusals: list[str] = []
+        refusals: dict[str, list[str]] = {}
         for candidate in registry.candidates():
             fault = passed_over.get((point.name, candidate.name))
             if fault is not None:
-                refusals.append(f"{candidate.name} is passed over: {fault}")
+                refusals.setdefault(f"is passed over: {fault}", []).append(candidate.name)
                 continue
             try:
                 cls = guarded(candidate.load(), str(candidate), STARTUP_CALLS[point.name])
@@ -338,10 +341,10 @@ def _choose(
             except EngineError as error:
                 refusal = str(error)
             if refusal is None:
-                reason = "; ".join(["auto: the most preferred that does not refuse", *refusals])
+                reason = "; ".join(["auto: the most preferred that does not refuse", *_sentences(refusals)])
                 return cls, chosen(candidate.name, candidate.plugin.provenance, reason, by_auto=True)
-            refusals.append(f"{candidate.name} refuses: {refusal}")
-        reasons = [*refusals, *map(str, registry.failures)] or ["auto has no candidate"]
+            refusals.setdefault(f"refuses: {refusal}", []).append(candidate.name)
+        reasons = [*_sentences(refusals), *map(str, registry.failures)] or ["auto has no candidate"]
         raise PluginError(
             f"no {point.section} plugin serves this: {'; '.join(reasons)}; name one yourself as {point.section}.name "
             f"(installed: {', '.join(registry.names()) or 'nothing'}) or install one that does"
@@ -350,6 +353,17 @@ def _choose(
     if refusal:
         raise PluginError(f"{choice} refuses: {refusal}")
     return cls, choice
+
+
+def _sentences(refusals: Mapping[str, Sequence[str]]) -> list[str]:
+    """A sentence per refusal. refusals: what is said -> the plugins of which it is said."""
+    found = []
+    for said, names in refusals.items():
+        rest = len(names) - MAX_NAMES + 1
+        *first, last = [*names[: MAX_NAMES - 1], f"{rest} more"] if rest > 1 else names
+        subject = f"{', '.join(first)} and {last}" if first else last
+        found.append(f"{subject} {said.replace('refuses:', 'refuse:', 1) if first else said}")
+    return found
 
 
 def _options(config: EngineConfig, cls: type | AttentionPair, choice: ChosenPlugin) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from engine.core.plugin_host.cache_groups import cache_layout
 from engine.core.plugin_host.derived import attention_spec, max_len, resolve_dtype, resolve_kv_dtype, use_graphs
 from engine.core.plugin_host.installed import PluginInfo
 from engine.core.plugin_host.load import load_plugins
+from engine.core.plugin_host.questions import model_question
 from engine.core.plugin_host.registry import Plugins
 from engine.core.plugin_host.selection import Parts, check_names, find_quant, resolve
 from engine.core.quant.base import QuantMethod
@@ -239,6 +241,34 @@ def test_nothing_left_for_auto_lists_every_refusal() -> None:
         assert part in str(caught.value)
     named = evolve(EngineConfig(), model=ModelConfig(name="cc"))
     assert resolve(named, plugins, CPU, {}).model.__wrapped__ is MODEL
+
+
+@pytest.mark.parametrize(
+    ("count", "subject"),
+    [
+        (1, "m0 refuses: "),
+        (2, "m0 and m1 refuse: "),
+        (4, "m0, m1, m2 and m3 refuse: "),
+        (26, "m0, m1, m2 and 23 more refuse: "),
+    ],
+)
+def test_equal_refusals_are_one_sentence_in_the_reason_and_in_the_error(count: int, subject: str) -> None:
+    strange = concrete(Model, refuses=refusing("this checkpoint is strange"))
+    other = concrete(Model, refuses=refusing("no tide"))
+    refused = [("models", f"m{number}", strange, 90) for number in range(count)]
+    parts = resolve(
+        EngineConfig(), registry(*refused, ("models", "other", other, 80), ("models", "own", MODEL, 1)), CPU, {}
+    )
+    sentence = f"{subject}this checkpoint is strange; other refuses: no tide"
+    assert chosen(parts, "models") == ("own", f"auto: the most preferred that does not refuse; {sentence}")
+    with pytest.raises(PluginError, match=f"no model plugin serves this: {sentence}; name one yourself"):
+        resolve(EngineConfig(), registry(*refused, ("models", "other", other, 80)), CPU, {})
+
+
+def test_built_in_models_refuse_another_architecture_in_equal_words() -> None:
+    ask = model_question({"model_type": "strange", "architectures": ["StrangeForCausalLM"]})
+    refusals = Counter(ask(one.load()) for one in load_plugins().models.candidates() if not one.fallback)
+    assert list(refusals) == ["this checkpoint is StrangeForCausalLM, another architecture"]
 
 
 def test_an_empty_extension_point_is_an_error() -> None:
