@@ -11,6 +11,21 @@ from pathlib import Path
 from markdown_text import code, table
 
 ROOT = Path(__file__).resolve().parents[1]
+TESTING: dict[str, tuple[str, ...]] = {
+    "testing/attention.py": ("AttentionConformance",),
+    "testing/quant.py": ("QuantConformance",),
+    "testing/schedulers.py": ("PolicyConformance", "View"),
+    "testing/executors.py": ("ExecutorConformance",),
+    "testing/models.py": ("ModelConformance",),
+    "testing/parsers.py": ("ParserConformance", "Example"),
+    "testing/parser_grammars.py": ("ParserGrammarConformance",),
+    "testing/grammars.py": ("GrammarConformance",),
+    "testing/speculators.py": ("SpeculatorConformance",),
+    "testing/checkpoints.py": ("make_checkpoint",),
+}
+"""Files of engine.testing, which are imported one by one -> what of them plugin authors use."""
+OVERRIDDEN = {"QuantConformance": ("store",), "ModelConformance": ("checkpoint", "reference")}
+"""Methods of the suites that plugin authors override; the reference has no others of a suite."""
 PAGES: dict[str, tuple[str, ...]] = {
     "Attention backends": ("core/attention/base.py", "core/attention/batch.py", "core/attention/kv_pool.py"),
     "Quantization methods": (
@@ -73,6 +88,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "Devices": ("core/device.py",),
     "Errors": ("core/errors.py",),
     "Hooks": ("core/hooks.py",),
+    "Tests of plugins": tuple(TESTING),
 }
 """Section of the reference -> the files whose public classes, functions and type aliases it lists."""
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -109,7 +125,10 @@ def contract_reference(root: Path = ROOT) -> str:
 
 
 def public_names(file: Path) -> set[str]:
-    """Names of a file that plugins may import: its package's exports; of a file of core itself all public ones."""
+    """Names of a file that plugins may import: its package's exports; of a file of core itself all public ones; of
+    engine.testing those of TESTING."""
+    if file.parent.name == "testing":
+        return set(TESTING.get(f"testing/{file.name}", ()))
     tree = ast.parse(file.read_text(encoding="utf-8"))
     if file.parent.name == "core":
         documented = {name_of(node) for place, node in enumerate(tree.body) if has_docstring(tree.body, place)}
@@ -197,6 +216,8 @@ def is_described(node: FunctionNode, of: ast.ClassDef, *, own: bool) -> bool:
     """
     if node.name == "__init__":
         return own
+    if of.name.endswith("Conformance"):
+        return node.name in OVERRIDDEN.get(of.name, ())
     if node.name.startswith("_") and node.name != "__call__":
         return False
     overloaded = any(ast.unparse(one) == "overload" for one in node.decorator_list)

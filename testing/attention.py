@@ -42,6 +42,7 @@ class AttentionConformance:
     device: ClassVar[DeviceInfo | str] = "cpu"
     """A string names a device without further properties."""
     dtype: ClassVar[str] = "float32"
+    """Dtype of queries and outputs, and of the KV cache where it is not float8."""
     options: ClassVar[Any] = None
     """Options of the backend; None: the defaults of its options_class."""
     longest: ClassVar[int] = 16384
