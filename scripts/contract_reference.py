@@ -24,6 +24,12 @@ TESTING: dict[str, tuple[str, ...]] = {
     "testing/checkpoints.py": ("make_checkpoint",),
 }
 """Files of engine.testing, which are imported one by one -> what of them plugin authors use."""
+PLUGIN_HOST: dict[str, tuple[str, ...]] = {
+    "core/plugin_host/load.py": ("load_plugins",),
+    "core/plugin_host/registry.py": ("Plugins",),
+    "core/plugin_host/selection.py": ("resolve", "Parts"),
+}
+"""Files of the plugin host -> what of them an executor in another process uses."""
 OVERRIDDEN = {"QuantConformance": ("store",), "ModelConformance": ("checkpoint", "reference")}
 """Methods of the suites that plugin authors override; the reference has no others of a suite."""
 PAGES: dict[str, tuple[str, ...]] = {
@@ -35,7 +41,17 @@ PAGES: dict[str, tuple[str, ...]] = {
         "core/autotune/op.py",
     ),
     "Scheduling policies": ("core/schedulers/policy.py",),
-    "Executors": ("core/executors/base.py", "core/executors/deployment.py"),
+    "Executors": (
+        "core/executors/base.py",
+        "core/executors/deployment.py",
+        "core/executors/wire.py",
+        "core/executors/control.py",
+        "core/executors/frames.py",
+        "core/runner/runner.py",
+        "core/distributed/rank_group.py",
+        "core/distributed/rendezvous.py",
+        *PLUGIN_HOST,
+    ),
     "Models": (
         "core/models/base.py",
         "core/models/forward_pass.py",
@@ -126,9 +142,10 @@ def contract_reference(root: Path = ROOT) -> str:
 
 def public_names(file: Path) -> set[str]:
     """Names of a file that plugins may import: its package's exports; of a file of core itself all public ones; of
-    engine.testing those of TESTING."""
-    if file.parent.name == "testing":
-        return set(TESTING.get(f"testing/{file.name}", ()))
+    engine.testing and the plugin host those listed above."""
+    if file.parent.name in ("testing", "plugin_host"):
+        listed = {**TESTING, **PLUGIN_HOST}
+        return next((set(names) for path, names in listed.items() if file.match(path)), set())
     tree = ast.parse(file.read_text(encoding="utf-8"))
     if file.parent.name == "core":
         documented = {name_of(node) for place, node in enumerate(tree.body) if has_docstring(tree.body, place)}
