@@ -16,7 +16,7 @@ from engine.core.collector import paused
 from engine.core.errors import EngineError, ExecutorError
 
 if TYPE_CHECKING:
-    from engine.core.plugin_host import Plugins
+    from engine.core.plugin_host import PluginInfo, Plugins
 
 DEBUG = "engine.debug"
 
@@ -118,7 +118,7 @@ class Commands(TyperGroup):
 
         for plugin, command in plugin_commands(load_plugins()):
             if command.name in self.commands:
-                _warn(f"plugin {plugin} offers a command {command.name!r}, a name that is taken; it is left out")
+                _warn(f"{plugin} offers a command {command.name!r}, a name that is taken; it is left out")
             else:
                 self.add_command(command)
 
@@ -128,20 +128,37 @@ def other_plugins_installed() -> bool:
     return any(point.name != "builtin" for point in entry_points(group="engine"))
 
 
-def plugin_commands(plugins: Plugins) -> list[tuple[str, Any]]:
+def plugin_commands(plugins: Plugins) -> list[tuple[PluginInfo, Any]]:
     """(plugin, command) of each command that plugins register. A plugin that raises gets a warning and adds nothing."""
     from engine.core.plugin_host import raise_interrupt
 
-    found: list[tuple[str, Any]] = []
-    for hook in plugins.hook.register_commands.get_hookimpls():
+    found: list[tuple[PluginInfo, Any]] = []
+    for plugin, manager in zip(plugins.loaded, plugins.managers, strict=True):
         own = typer.Typer(callback=lambda: None)  # with a callback, even one command makes a group
         try:
-            hook.function(own)
-            found.extend((hook.plugin_name, command) for command in typer.main.get_group(own).commands.values())
+            manager.hook.register_commands(app=own)
+            commands = list(typer.main.get_group(own).commands.values())
         except BaseException as error:
             raise_interrupt(error)
-            _warn(f"plugin {hook.plugin_name} could not add its commands: {type(error).__name__}: {error}")
+            _warn(f"{plugin} could not add its commands: {type(error).__name__}: {error}")
+        else:
+            found += [(plugin, _named(command, plugin)) for command in commands]
     return found
+
+
+def _named(command: Any, plugin: PluginInfo) -> Any:
+    """The command of a plugin; the traceback of what the command raises ends with the plugin's name."""
+    invoke = command.invoke
+
+    def named_invoke(ctx: Any) -> Any:
+        try:
+            return invoke(ctx)
+        except Exception as error:
+            error.add_note(f"in the command {command.name!r} of {plugin}")
+            raise
+
+    command.invoke = named_invoke
+    return command
 
 
 def _warn(text: str) -> None:

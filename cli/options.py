@@ -27,6 +27,7 @@ from engine.core.config import (
     describe,
     is_hub_name,
     load_config,
+    sections,
 )
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.types import SamplingParams
@@ -44,7 +45,7 @@ SETTING_SUFFIX = "_setting"
 
 MODEL = "model"
 """Parameter of the argument that names the model."""
-SECTIONS = tuple(attrs.fields_dict(EngineConfig))
+SECTIONS = tuple(section.name for section in sections())
 OFFLINE = ("server", "parser")
 """Sections without meaning for a command without a server: `configured(without=OFFLINE)`."""
 
@@ -232,13 +233,13 @@ def _with_options(
     return run
 
 
-def _option(name: str, hint: Any, *declarations: str, **settings: Any) -> inspect.Parameter:
-    """A keyword parameter that typer reads as an option without a default."""
+def _option(name: str, hint: Any, *declarations: str, help: str, **settings: Any) -> inspect.Parameter:  # noqa: A002
+    """A keyword parameter that typer reads as an option without a default. help: plain text."""
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        annotation=Annotated[hint, typer.Option(*declarations, **settings)],
+        annotation=Annotated[hint, typer.Option(*declarations, help=help.replace("[", r"\["), **settings)],
     )
 
 

@@ -17,7 +17,7 @@ from engine.core.errors import EngineError, PluginError
 
 if TYPE_CHECKING:
     from engine.core.config import EngineConfig
-    from engine.core.plugin_host import Plugins, Question
+    from engine.core.plugin_host import Plugins, Question, Registry
 
     Asked = Question | str
     """How to ask a plugin's class whether it refuses, or a sentence that says why it cannot be asked."""
@@ -37,7 +37,13 @@ def list_plugins(resolved: Resolved, as_json: AsJson = False) -> None:
     def report() -> dict[str, Any]:
         plugins = load_plugins(resolved.config.plugins)
         offers = {
-            point: [{column: getattr(one, column) for column in columns} for one in registry]
+            point: [
+                {
+                    **{column: getattr(one, column) for column in columns},
+                    "status": "ambiguous" if _ambiguity(registry, one.name) else "",
+                }
+                for one in registry
+            ]
             for point, registry in plugins.registries.items()
         }
         return {"extension_points": offers, "failures": [str(failure) for failure in plugins.failures]}
@@ -48,7 +54,7 @@ def list_plugins(resolved: Resolved, as_json: AsJson = False) -> None:
         return
     found = report()
     for point, rows in found["extension_points"].items():
-        print_table(columns, [tuple(row.values()) for row in rows], title=point)
+        print_table((*columns, "status"), [tuple(row.values()) for row in rows], title=point)
     for failure in found["failures"]:
         typer.echo(f"failed: {failure}")
 
@@ -59,8 +65,9 @@ class Verdict:
 
     extension_point: str
     name: str
-    status: Literal["usable", "refused", "broken", "loads"]
-    """loads: the class can be imported, but not asked whether it refuses."""
+    status: Literal["usable", "refused", "broken", "ambiguous", "loads"]
+    """ambiguous: another plugin claims the name, so it cannot be selected; loads: the class can be imported, but not
+    asked whether it refuses."""
     reason: str = ""
 
 
@@ -93,26 +100,47 @@ def check(resolved: Resolved, as_json: AsJson = False) -> None:
 
 def check_all(config: EngineConfig, plugins: Plugins) -> list[Verdict]:
     """Load each class and ask whether it refuses this machine, and this model if its checkpoint can be read."""
-    from engine.core.plugin_host import STARTUP_CALLS, guarded
+    from engine.core.plugin_host import STARTUP_CALLS, guarded, wrong_signature
 
     classes: dict[tuple[str, str], type[Any]] = {}
     broken: dict[tuple[str, str], str] = {}
     for point, registry in plugins.registries.items():
         for one in registry:
             try:
-                classes[point, one.name] = guarded(one.load(), f"{point} {one.name!r}", STARTUP_CALLS[point])
+                cls = one.load()
+                classes[point, one.name] = guarded(cls, f"{point} {one.name!r}", STARTUP_CALLS[point])
             except PluginError as error:
                 broken[point, one.name] = str(error)
-    models = [cls for (point, name), cls in classes.items() if point == "models" and config.model.name in (AUTO, name)]
+            else:
+                problem = wrong_signature(registry.extension_point, cls)
+                if problem is not None:
+                    broken[point, one.name] = f"{one}: {problem}"
+    models = [
+        cls
+        for (point, name), cls in classes.items()
+        if point == "models" and config.model.name in (AUTO, name) and (point, name) not in broken
+    ]
     questions = _questions(config, plugins, models)
     verdicts = []
     for point, registry in plugins.registries.items():
         for name in registry.names():
+            ambiguity = _ambiguity(registry, name)
             if (point, name) in broken:
                 verdicts.append(Verdict(extension_point=point, name=name, status="broken", reason=broken[point, name]))
+            elif ambiguity:
+                verdicts.append(Verdict(extension_point=point, name=name, status="ambiguous", reason=ambiguity))
             else:
                 verdicts.append(_ask(point, name, classes[point, name], questions[point]))
     return verdicts + _check_pairs(config, plugins, questions)
+
+
+def _ambiguity(registry: Registry[Any], name: str) -> str:
+    """Why a registered name cannot be selected: another plugin claims it too; empty if it can."""
+    try:
+        registry.get(name)
+    except PluginError as error:
+        return str(error)
+    return ""
 
 
 def _check_pairs(config: EngineConfig, plugins: Plugins, questions: Mapping[str, Asked]) -> list[Verdict]:

@@ -11,6 +11,27 @@ from pathlib import Path
 from markdown_text import code, table
 
 ROOT = Path(__file__).resolve().parents[1]
+TESTING: dict[str, tuple[str, ...]] = {
+    "testing/attention.py": ("AttentionConformance",),
+    "testing/quant.py": ("QuantConformance",),
+    "testing/schedulers.py": ("PolicyConformance", "View"),
+    "testing/executors.py": ("ExecutorConformance",),
+    "testing/models.py": ("ModelConformance",),
+    "testing/parsers.py": ("ParserConformance", "Example"),
+    "testing/parser_grammars.py": ("ParserGrammarConformance",),
+    "testing/grammars.py": ("GrammarConformance",),
+    "testing/speculators.py": ("SpeculatorConformance",),
+    "testing/checkpoints.py": ("make_checkpoint",),
+}
+"""Files of engine.testing, which are imported one by one -> what of them plugin authors use."""
+PLUGIN_HOST: dict[str, tuple[str, ...]] = {
+    "core/plugin_host/load.py": ("load_plugins",),
+    "core/plugin_host/registry.py": ("Plugins",),
+    "core/plugin_host/selection.py": ("resolve", "Parts"),
+}
+"""Files of the plugin host -> what of them an executor in another process uses."""
+OVERRIDDEN = {"QuantConformance": ("store",), "ModelConformance": ("checkpoint", "reference")}
+"""Methods of the suites that plugin authors override; the reference has no others of a suite."""
 PAGES: dict[str, tuple[str, ...]] = {
     "Attention backends": ("core/attention/base.py", "core/attention/batch.py", "core/attention/kv_pool.py"),
     "Quantization methods": (
@@ -20,7 +41,17 @@ PAGES: dict[str, tuple[str, ...]] = {
         "core/autotune/op.py",
     ),
     "Scheduling policies": ("core/schedulers/policy.py",),
-    "Executors": ("core/executors/base.py", "core/executors/deployment.py"),
+    "Executors": (
+        "core/executors/base.py",
+        "core/executors/deployment.py",
+        "core/executors/wire.py",
+        "core/executors/control.py",
+        "core/executors/frames.py",
+        "core/runner/runner.py",
+        "core/distributed/rank_group.py",
+        "core/distributed/rendezvous.py",
+        *PLUGIN_HOST,
+    ),
     "Models": (
         "core/models/base.py",
         "core/models/forward_pass.py",
@@ -73,6 +104,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "Devices": ("core/device.py",),
     "Errors": ("core/errors.py",),
     "Hooks": ("core/hooks.py",),
+    "Tests of plugins": tuple(TESTING),
 }
 """Section of the reference -> the files whose public classes, functions and type aliases it lists."""
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -109,7 +141,11 @@ def contract_reference(root: Path = ROOT) -> str:
 
 
 def public_names(file: Path) -> set[str]:
-    """Names of a file that plugins may import: its package's exports; of a file of core itself all public ones."""
+    """Names of a file that plugins may import: its package's exports; of a file of core itself all public ones; of
+    engine.testing and the plugin host those listed above."""
+    if file.parent.name in ("testing", "plugin_host"):
+        listed = {**TESTING, **PLUGIN_HOST}
+        return next((set(names) for path, names in listed.items() if file.match(path)), set())
     tree = ast.parse(file.read_text(encoding="utf-8"))
     if file.parent.name == "core":
         documented = {name_of(node) for place, node in enumerate(tree.body) if has_docstring(tree.body, place)}
@@ -197,6 +233,8 @@ def is_described(node: FunctionNode, of: ast.ClassDef, *, own: bool) -> bool:
     """
     if node.name == "__init__":
         return own
+    if of.name.endswith("Conformance"):
+        return node.name in OVERRIDDEN.get(of.name, ())
     if node.name.startswith("_") and node.name != "__call__":
         return False
     overloaded = any(ast.unparse(one) == "overload" for one in node.decorator_list)

@@ -31,6 +31,7 @@ from result_tables import (
     timeline_figure,
     transformers_table,
 )
+from rich.markup import render
 
 from engine.cli.main import Commands, app
 from engine.cli.options import SETTING_SUFFIX, purpose
@@ -91,7 +92,7 @@ def command_reference() -> str:
         of_settings = [param for param in command.params if (param.name or "").endswith(SETTING_SUFFIX)]
         own = [param for param in command.params if param not in of_settings]
         rows = [
-            (", ".join(map(code, names(param))), getattr(param, "help", "") or "")
+            (", ".join(map(code, names(param))), render(getattr(param, "help", "") or "").plain)
             for param in own
             if param.name not in ("help", "install_completion", "show_completion")
         ]

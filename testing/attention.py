@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import attrs
-import numpy as np
 import pytest
 import torch
 
@@ -25,6 +24,7 @@ from engine.testing.attention_cases import (
     pack,
     random_case,
     unpack,
+    unwritten,
 )
 
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
@@ -42,6 +42,7 @@ class AttentionConformance:
     device: ClassVar[DeviceInfo | str] = "cpu"
     """A string names a device without further properties."""
     dtype: ClassVar[str] = "float32"
+    """Dtype of queries and outputs, and of the KV cache where it is not float8."""
     options: ClassVar[Any] = None
     """Options of the backend; None: the defaults of its options_class."""
     longest: ClassVar[int] = 16384
@@ -194,7 +195,8 @@ class AttentionConformance:
             plan = backend.plan(case.batch)
             for layer, inputs in enumerate(case.inputs):
                 buffer = inputs[0].new_full((3 * tokens, spec.num_heads, spec.output_dim), 3.0)
-                backend.forward_into(layer, *inputs, plan, buffer[tokens : 2 * tokens])
+                with unwritten(case.batch, "forward_into()"):
+                    backend.forward_into(layer, *inputs, plan, buffer[tokens : 2 * tokens])
                 self._close(buffer[tokens : 2 * tokens], case.expected[layer], f"forward_into, layer {layer}")
                 rest = torch.cat((buffer[:tokens], buffer[2 * tokens :]))
                 assert bool((rest == 3.0).all()), f"forward_into, layer {layer}: rows beyond `out` were written"
@@ -248,7 +250,8 @@ class AttentionConformance:
         backend = self._backend(spec, case)
         if backend.graphs == "none":
             pytest.skip("captures no graphs of such layers")
-        plan = backend.plan(batch, GraphSlot(num_sequences=rows))
+        with unwritten(batch, "plan() of a graph"):
+            plan = backend.plan(batch, GraphSlot(num_sequences=rows))
         replay = self._captured(lambda: [backend.forward(layer, *each, plan) for layer, each in enumerate(inputs)])
         for chosen in ([0, 1, 2, 3, 4, 5], [9, 7, 6], [8], [7, 7, 0, 5, 3, 6]):
             count = len(chosen)
@@ -259,7 +262,9 @@ class AttentionConformance:
             for layer, tensors in enumerate(case.inputs):
                 packed[layer][:count] = pack(spec, tensors)[chosen]
             self._serve_another(backend, spec, case)
-            for layer, out in enumerate(replay()):
+            with unwritten(batch, "forward() in a graph"):
+                outs = replay()
+            for layer, out in enumerate(outs):
                 self._close(out[:count], case.expected[layer][chosen], f"layer {layer}, sequences {chosen}")
 
     def _serve_another(self, backend: AttentionBackend[Any, Any], spec: AttentionSpec, case: Case) -> None:
@@ -271,12 +276,10 @@ class AttentionConformance:
             backend.plan(graph_batch(spec, case.pool, 2), GraphSlot(num_sequences=2))
 
     def test_nothing_is_changed(self) -> None:
-        """The backend does not write to the pool, the inputs or the batch, which core uses again."""
+        """The backend does not write to the pool or the inputs, which core uses again; `run` checks the batch."""
         spec = self.spec()
         case = self.make(spec, BATCHES["mixed"])
-        batch = attrs.asdict(case.batch, recurse=False).values()
         tensors = [*case.pool.keys, *case.pool.values, *(tensor for layer in case.inputs for tensor in layer)]
-        tensors += [torch.as_tensor(part) for part in batch if isinstance(part, torch.Tensor | np.ndarray)]
         before = [tensor.clone() for tensor in tensors]
         self.run(spec, case)
         for old, new in zip(before, tensors, strict=True):
@@ -319,8 +322,10 @@ class AttentionConformance:
         """Return the backend's output per layer."""
         backend = self._backend(spec, case)
         with torch.inference_mode():
-            plan = backend.plan(case.batch)
-            return [backend.forward(layer, *inputs, plan) for layer, inputs in enumerate(case.inputs)]
+            with unwritten(case.batch, "plan()"):
+                plan = backend.plan(case.batch)
+            with unwritten(case.batch, "forward()"):
+                return [backend.forward(layer, *inputs, plan) for layer, inputs in enumerate(case.inputs)]
 
     def _skip_if_refused(self, spec: AttentionSpec) -> None:
         refusal = self.backend.refuses(spec, self._device())

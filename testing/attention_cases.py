@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -116,7 +117,7 @@ def batch_of(
     while decodes < len(lengths) and lengths[decodes][0] > 0 and lengths[decodes][1] == 1:
         decodes += 1
     return ForwardBatch(
-        tokens=torch.zeros(len(positions), dtype=torch.int64, device=device),
+        tokens=torch.arange(1, len(positions) + 1, device=device),
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
         slots=torch.tensor(places, dtype=torch.int64, device=device),
         query_starts=torch.tensor(starts, device=device),
@@ -181,7 +182,7 @@ def graph_batch(spec: AttentionSpec, pool: KVPool, rows: int) -> ForwardBatch:
     device, scratch = pool.keys[0].device, pool.scratch_block
     tables = np.full((rows, -(-spec.max_len // spec.block_size)), scratch, np.int32)
     return ForwardBatch(
-        tokens=torch.zeros(rows, dtype=torch.int64, device=device),
+        tokens=torch.arange(1, rows + 1, device=device),
         positions=torch.zeros(rows, dtype=torch.int64, device=device),
         slots=torch.full((rows,), scratch * spec.block_size, dtype=torch.int64, device=device),
         query_starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
@@ -193,6 +194,21 @@ def graph_batch(spec: AttentionSpec, pool: KVPool, rows: int) -> ForwardBatch:
         context_lens_host=np.full(rows, spec.max_len, np.int32),
         block_tables_host=tables,
     )
+
+
+@contextmanager
+def unwritten(batch: ForwardBatch, call: str) -> Iterator[None]:
+    """Assert that the backend's `call` in the `with` block does not write to the batch, which core uses again."""
+    before = {name: _copied(value) for name, value in attrs.asdict(batch, recurse=False).items()}
+    yield
+    after = attrs.asdict(batch, recurse=False)
+    written = [name for name, value in before.items() if not np.array_equal(_copied(after[name]), value)]
+    assert not written, f"{call} writes to the batch: {', '.join(written)}; core uses it again, so copy what changes"
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a field of a batch, tensors on the host."""
+    return value.cpu().numpy().copy() if isinstance(value, torch.Tensor) else np.array(value)
 
 
 def only(case: Case, index: int, decodes: bool) -> Case:

@@ -44,9 +44,11 @@ class QuantConformance(ExpertsConformance):
     """False: the method leaves all layers unquantized."""
     device: ClassVar[str] = "cpu"
     dtype: ClassVar[str] = "float32"
+    """Dtype of activations."""
     outputs: ClassVar[tuple[int, int, int]] = (64, 32, 32)
     """Outputs of a layer's parts, such as queries, keys and values. A layer of one part has the first."""
     inputs: ClassVar[int] = 128
+    """Inputs of a layer."""
     ranks: ClassVar[tuple[int, ...]] = (2, 4)
     """Numbers of ranks to shard layers over. Those that the method refuses are skipped."""
     may_lack: ClassVar[tuple[str, ...]] = ()

@@ -15,6 +15,7 @@ from engine.core.layers import Experts, LayerFactory, silu_and_mul
 from engine.core.quant import ExpertsBias, QuantMethod, Routing
 from engine.core.weights import Checkpoint, SafetensorsSource, load_weights
 from engine.testing.ranks import LoneRank
+from engine.testing.stored_layers import whole_names
 
 NAME = "mlp.experts"
 NUM_EXPERTS, TOP_K = 4, 2
@@ -108,7 +109,7 @@ class ExpertsConformance:
                 shape = shape[::-1] if projection == PROJECTIONS[2] else shape
                 name = f"{NAME}.{expert}.{projection}"
                 stored, weight = self.store(name, torch.randn(shape, generator=draw) * shape[1] ** -0.5)
-                tensors |= {f"{name}.{end}": tensor.contiguous() for end, tensor in stored.items()}
+                tensors |= {whole: tensor.contiguous() for whole, tensor in whole_names(name, stored).items()}
                 meant[f"{expert}.{projection}"] = weight.double()
         (directory / "config.json").write_text("{}")
         save_file(tensors, directory / "model.safetensors")

@@ -19,6 +19,7 @@ class View:
 
     id: str
     priority: int = 0
+    tenant: str | None = None
     arrival: float = 0.0
     prompt_tokens: int = 1
     computed_tokens: int = 0
@@ -142,6 +143,7 @@ class PolicyConformance:
             View(
                 id=f"r{number}",
                 priority=pick.randint(0, 2),
+                tenant=(None, "a", "b")[number % 3],
                 arrival=float(number),
                 prompt_tokens=pick.randint(1, 100),
                 computed_tokens=pick.randint(0, 50),

@@ -90,6 +90,14 @@ class StoredLayers:
         return torch.cat(outs, -1)
 
 
+def whole_names(layer: str, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that store() returned for a layer, by their names in a checkpoint."""
+    for name in stored:
+        end = name.removeprefix(f"{layer}.")
+        assert name == end, f"store() names a tensor of layer {layer!r} {name!r}; name it by what follows: {end!r}"
+    return {f"{layer}.{end}": tensor for end, tensor in stored.items()}
+
+
 def store_layers(
     directory: Path,
     sizes: Mapping[str, int],
@@ -111,7 +119,7 @@ def store_layers(
         weight = torch.randn(size, inputs, generator=draw) * (scale * inputs**-0.5)
         stored, weight = store(name, weight)
         assert weight.shape == (size, inputs), f"store() represents {name} by a weight of {list(weight.shape)}"
-        tensors |= {f"{name}.{end}": tensor for end, tensor in stored.items()}
+        tensors |= whole_names(name, stored)
         meant[name] = weight.double()
         biases[name] = torch.randn(size, generator=draw) * scale
     return StoredLayers(

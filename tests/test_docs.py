@@ -71,7 +71,7 @@ def test_the_reference_has_every_contract_that_an_example_imports() -> None:
         f"{place}: from {node.module} import {alias.name}"
         for place, source in sources_of_plugins().items()
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("engine.core.")
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("engine.core.", "engine.testing."))
         for alias in node.names
         if f"from {node.module} import {alias.name}`" not in reference
     ]

@@ -169,8 +169,8 @@ class AttentionBackend(ABC, Generic[OptionsT, PlanT]):
     ) -> None:
         """Compute `forward` into `out`: [tokens, heads, spec.output_dim], dense, in the dtype of q.
 
-        Called where two backends share a batch (pair.py) and at the graph breaks of piecewise CUDA graphs. Override to
-        save the copy.
+        Called where two backends share a batch (`--attention PREFILL,DECODE`) and at the graph breaks of piecewise CUDA
+        graphs. Override to save the copy.
         """
         out.copy_(self.forward(layer, q, k, v, plan))
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         ModelConfig as ModelConfig,
         ParserConfig as ParserConfig,
         PluginsConfig as PluginsConfig,
+        sections as sections,
     )
 
 __getattr__, __dir__, __all__ = exports(
@@ -52,5 +53,6 @@ __getattr__, __dir__, __all__ = exports(
         "ModelConfig",
         "ParserConfig",
         "PluginsConfig",
+        "sections",
     ),
 )

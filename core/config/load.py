@@ -16,7 +16,7 @@ from engine.core.config.limits import BOUNDS, check_together
 from engine.core.config.model_name import is_hub_name
 from engine.core.config.setting_list import KeyPath, Setting, canonical, describe, join_key, spellings, split_key
 from engine.core.config.structure import load_yaml, show, structure
-from engine.core.config.tree import EngineConfig
+from engine.core.config.tree import EngineConfig, OptionPlace, sections
 from engine.core.errors import ConfigError, near_misses
 
 DEFAULT = "default"
@@ -60,6 +60,8 @@ class _Given:
     """For `Resolved.origins`."""
     where: str
     """For error messages."""
+    place: OptionPlace
+    """For `EngineConfig.option_places`."""
 
 
 def flatten(config: EngineConfig) -> dict[str, Any]:
@@ -86,7 +88,14 @@ def load_config(
     given: dict[KeyPath, _Given] = {}
     problems: list[str] = []
 
-    def put(spelled: KeyPath, value: Any, origin: str, where: str, spelled_as: dict[KeyPath, KeyPath]) -> None:
+    def put(
+        spelled: KeyPath,
+        value: Any,
+        origin: str,
+        where: str,
+        spelled_as: dict[KeyPath, KeyPath],
+        place: OptionPlace | None = None,
+    ) -> None:
         path = canonical(spelled)
         other = spelled_as.setdefault(path, spelled)
         if other != spelled:
@@ -106,7 +115,7 @@ def load_config(
         for inner, leaf in _leaves(setting, path, value):
             for former in [one for one in given if one[: len(inner)] == inner or inner[: len(one)] == one]:
                 del given[former]
-            given[inner] = _Given(leaf, origin, where)
+            given[inner] = _Given(leaf, origin, where, place or OptionPlace(origin))
 
     in_defaults: dict[KeyPath, KeyPath] = {}
     for key, (value, origin) in defaults.items():
@@ -114,8 +123,9 @@ def load_config(
         put(path, _located(path, value), origin, _place(origin, key), in_defaults)
     in_file: dict[KeyPath, KeyPath] = {}
     if file is not None:
+        place = OptionPlace(str(file), str(file.parent))
         for path, value in _sections(_read(file)):
-            put(path, _located(path, value, file.parent), file.name, f"{file}: {_bracketed(path)}", in_file)
+            put(path, _located(path, value, file.parent), file.name, f"{file}: {_bracketed(path)}", in_file, place)
     in_overrides: dict[KeyPath, KeyPath] = {}
     for key, override in overrides.items():
         path = split_key(key)
@@ -166,7 +176,7 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 def _sections(content: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Any]]:
     """(path, value) of each key of a file. A key without a table has a path of one part; an empty section, no key."""
-    known = attrs.fields_dict(EngineConfig)
+    known = [section.name for section in sections()]
     for section, values in content.items():
         if isinstance(values, Mapping) and values:
             yield from (((section, str(name)), value) for name, value in values.items())
@@ -234,14 +244,16 @@ def _leaves(setting: Setting, path: KeyPath, value: Any) -> Iterator[tuple[KeyPa
 
 def _build(given: Mapping[KeyPath, _Given]) -> EngineConfig:
     """The default configuration, overridden by the given values."""
-    tree: dict[str, Any] = {section.name: {} for section in attrs.fields(EngineConfig)}
+    tree: dict[str, Any] = {section.name: {} for section in sections()}
     for path, one in given.items():
         place = tree
         for part in path[:-1]:
             place = place.setdefault(part, {})
         place[path[-1]] = one.value
     defaults: Any = EngineConfig()
-    return EngineConfig(**{name: attrs.evolve(getattr(defaults, name), **values) for name, values in tree.items()})
+    filled = {name: attrs.evolve(getattr(defaults, name), **values) for name, values in tree.items()}
+    places = {join_key(path): one.place for path, one in given.items() if len(path) > 2}
+    return EngineConfig(**filled, option_places=places)
 
 
 def _check(setting: Setting, value: Any, where: str) -> tuple[Any, list[str]]:

@@ -34,7 +34,11 @@ def merge_arguments(
         given["model.path"] = model
     given = {key: fspath(value) if isinstance(value, PathLike) else value for key, value in given.items()}
     base = {key: (value, "config") for key, value in flatten(config).items()} if config is not None else {}
-    merged = load_config(overrides={key: (value, "argument") for key, value in given.items()}, defaults=base).config
+    resolved = load_config(overrides={key: (value, "argument") for key, value in given.items()}, defaults=base)
+    merged = resolved.config
+    if config is not None:
+        kept = {key: place for key, place in config.option_places.items() if resolved.origins.get(key) == "config"}
+        merged = attrs.evolve(merged, option_places={**merged.option_places, **kept})
     if not merged.model.path:
         merged = attrs.evolve(merged, model=attrs.evolve(merged.model, path=demo_model()))
     if not merged.model.path:

@@ -12,7 +12,7 @@ import attrs
 from attrs import frozen
 
 from engine.core.config.structure import show
-from engine.core.config.tree import EngineConfig
+from engine.core.config.tree import EngineConfig, OptionPlace, sections
 from engine.core.errors import ConfigError
 
 KeyPath = tuple[str, ...]
@@ -73,7 +73,7 @@ def describe() -> list[Setting]:
 @functools.cache
 def _settings() -> tuple[Setting, ...]:
     found = []
-    for section in attrs.fields(EngineConfig):
+    for section in sections():
         cls: Any = type(section.default)
         annotations = get_type_hints(cls)
         for one in attrs.fields(cls):
@@ -109,8 +109,8 @@ def spellings() -> Mapping[KeyPath, KeyPath]:
         if setting.flag and setting.type is not dict:
             flags = (setting.flag, *setting.alias_flags)
             found |= {(flag.removeprefix("--").replace("-", "_"),): setting.path for flag in flags}
-    for name in attrs.fields_dict(EngineConfig):
-        found.pop((name,), None)
+    for one in sections():
+        found.pop((one.name,), None)
     return found
 
 
@@ -122,6 +122,12 @@ def canonical(path: KeyPath) -> KeyPath:
 def canonical_key(key: str) -> str:
     """The dotted key of a setting however it is spelled: max_num_seqs -> scheduler.max_running."""
     return join_key(canonical(split_key(key)))
+
+
+def option_places(config: EngineConfig, section: str) -> Mapping[KeyPath, OptionPlace]:
+    """Where the options of the plugin of a section were given, by their paths within the options."""
+    paths = {split_key(key): place for key, place in config.option_places.items()}
+    return {path[2:]: place for path, place in paths.items() if path[:2] == (section, "options")}
 
 
 def join_key(path: Iterable[str]) -> str:

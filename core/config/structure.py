@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import collections.abc
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from itertools import cycle
+from pathlib import Path, PurePath
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import attrs
 import cattrs
+from attrs import evolve, field, frozen
 from cattrs.errors import (
     AttributeValidationNote,
     ClassValidationError,
@@ -17,9 +22,11 @@ from cattrs.errors import (
     IterableValidationError,
     IterableValidationNote,
 )
-from cattrs.gen import make_dict_structure_fn
 
 from engine.core.errors import ConfigError, EngineError, near_misses
+
+if TYPE_CHECKING:
+    from engine.core.config.tree import OptionPlace
 
 _NAMES: Mapping[type, str] = {
     bool: "true or false",
@@ -30,33 +37,93 @@ _NAMES: Mapping[type, str] = {
     dict: "a table",
     type(None): "nothing",
 }
+_LISTS: Mapping[Any, type] = {
+    list: list,
+    tuple: tuple,
+    set: set,
+    frozenset: frozenset,
+    collections.abc.Sequence: tuple,
+    collections.abc.Set: frozenset,
+}
+"""Types that are written as a list -> what is made of the list."""
+_TABLES = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+TYPES = (
+    "bool, int, float, str, pathlib.Path, Literal, an Enum (by the values of its members), an attrs class, list, tuple,"
+    " set, frozenset, dict, Sequence, Mapping, Any, or a union of these (X | None)"
+)
+"""The types that an option of a plugin may have."""
+
+
+@frozen
+class _Place:
+    """The place of a value, as errors name it."""
+
+    text: str
+    places: Mapping[tuple[str, ...], OptionPlace] = field(factory=dict)
+    """Where each value was given, by its path."""
+    path: tuple[str, ...] = ()
+
+    def of(self, error: BaseException) -> _Place:
+        """The place of one value of this table or list: that of an error, which has a note about it."""
+        place = self
+        for note in getattr(error, "__notes__", ()):
+            if isinstance(note, AttributeValidationNote):
+                place = self._key(note.name)
+            elif isinstance(note, IterableValidationNote):
+                in_list = isinstance(note.index, int)
+                place = evolve(self, text=f"{self.text}[{note.index}]") if in_list else self._key(str(note.index))
+        return place
+
+    def _key(self, name: str) -> _Place:
+        return evolve(self, text=f"{self.text}.{name}", path=(*self.path, name))
+
+    def sentence(self, problem: str, *names: str) -> str:
+        """A problem with the value, or with the value of this name in the table, and where it was given."""
+        found = _given(self.places, (*self.path, *names))
+        origins = " and ".join(dict.fromkeys(one.origin for one in found))
+        return f"{origins}: {self.text}{problem}" if origins else f"{self.text}{problem}"
+
+
+def _given(places: Mapping[tuple[str, ...], OptionPlace], path: tuple[str, ...]) -> list[OptionPlace]:
+    """Where the value of a path was given: with a value around it, or itself, in one part or several."""
+    return [one for given, one in places.items() if path[: len(given)] == given or given[: len(path)] == path]
 
 
 def structure(value: Any, kind: Any, where: str) -> tuple[Any, list[str]]:
     """Convert `value` to the type `kind`. Returns it with the problems, as sentences; with problems, do not use it."""
     try:
-        return _converter().structure(value, kind), []
+        return _Converter({}).structure(value, kind), []
     except Exception as error:
-        return value, _sentences(error, where)
+        return value, _sentences(error, _Place(where))
 
 
-def structure_options(options: Mapping[str, Any], cls: type | None, where: str) -> Any:
+def structure_options(
+    options: Mapping[str, Any],
+    cls: type | None,
+    where: str,
+    places: Mapping[tuple[str, ...], OptionPlace] = {},
+) -> Any:
     """Convert a plugin's options to an instance of its options class `cls`; None for a plugin without such a class.
 
-    where: the place that errors name. Raises ConfigError for an unknown key, a wrong type, or a refusal of the class
-    itself (ValueError, TypeError or EngineError). Any other exception is a bug of the class and passes unchanged.
+    where: the plugin and its section, as errors name them. places: where the options were given, by their paths within
+    `options`; errors name these places, and a relative path starts from the directory of its place.
+    Raises ConfigError for an unknown key, a wrong type, or a refusal of the class itself (ValueError, TypeError or
+    EngineError). Any other exception is a bug of the class and passes unchanged.
     """
+    place = _Place(where, places)
     if cls is None:
         if options:
-            raise ConfigError(f"{where} has no options, but {', '.join(options)} was given; leave it out")
+            raise ConfigError(
+                place.sentence(f" has no options, but {', '.join(options)} was given; leave it out", *list(options)[:1])
+            )
         return None
     try:
-        return _converter().structure(options, cls)
+        return _Converter(places).structure(options, cls)
     except Exception as error:
         mistake = _mistake(error)
         if mistake is not None:
             raise mistake from None
-        raise ConfigError("\n".join(_sentences(error, where))) from error
+        raise ConfigError("\n".join(_sentences(error, place))) from error
 
 
 def show(value: Any) -> tuple[str, str]:
@@ -101,6 +168,10 @@ class _WrongTypeError(Exception):
     """A value has another type than its setting."""
 
 
+class _UnsupportedTypeError(Exception):
+    """An option is declared with a type to which no setting can be converted."""
+
+
 class _NoMemberError(Exception):
     """No member of a union accepts a value."""
 
@@ -110,20 +181,57 @@ class _NoMemberError(Exception):
         """(type, for people to read; its error)."""
 
 
-def _converter() -> cattrs.Converter:
-    converter = cattrs.Converter()
-    for kind in (bool, int, str):
-        converter.register_structure_hook(kind, _exact)
-    converter.register_structure_hook(float, _number)
-    converter.register_structure_hook_factory(_is_list, _list_hook)
-    converter.register_structure_hook_factory(attrs.has, _table_hook)
-    converter.register_structure_hook_factory(_is_union, _union_hook)
-    return converter
+class _Converter(cattrs.Converter):
+    """Converts plain data, and knows the path of the value that is being converted, a key per table around it."""
+
+    def __init__(self, places: Mapping[tuple[str, ...], OptionPlace]) -> None:
+        super().__init__(structure_fallback_factory=_unsupported_hook, forbid_extra_keys=True)
+        self._places = places
+        self._path: tuple[str, ...] = ()
+        for kind in (bool, int, str):
+            self.register_structure_hook(kind, _exact)
+        self.register_structure_hook(float, _number)
+        self.register_structure_hook(PurePath, self._located)
+        self.register_structure_hook(Path, self._located)
+        self.register_structure_hook(bytes, _unsupported_hook(bytes))
+        self.register_structure_hook_func(_is_choice, _choice)
+        for applies, hook in ((_is_list, _list_hook), (_is_dict, _dict_hook), (attrs.has, _attrs_hook)):
+            self.register_structure_hook_factory(applies, hook)
+        self.register_structure_hook_factory(_is_union, _union_hook)
+
+    def structure_key(self, value: Any, kind: Any, name: str) -> Any:
+        """Convert the value of one key of the table that is being converted."""
+        around = self._path
+        self._path = (*around, name)
+        try:
+            return value if kind is None else self.structure(value, kind)
+        finally:
+            self._path = around
+
+    def _located(self, value: Any, kind: Any) -> Any:
+        """A path, with the user's home in place of ~; a relative one in a file starts from the file's directory."""
+        if isinstance(value, PurePath):
+            return kind(value)
+        if not isinstance(value, str):
+            raise _WrongTypeError(f"expected a path, which is a string, found {_found(value)}")
+        if not value:
+            return kind(value)
+        [directory] = [one.directory for one in _given(self._places, self._path)[:1]] or [""]
+        return kind(directory, os.path.expanduser(value))
+
+
+def _unsupported_hook(kind: Any) -> Callable[[Any, Any], Any]:
+    def hook(value: Any, _: Any) -> Any:
+        raise _UnsupportedTypeError(f"no setting can be converted to {_name(kind)}")
+
+    return hook
 
 
 def _exact(value: Any, kind: type) -> Any:
+    if _is_choice(kind):  # an IntEnum or StrEnum, for which cattrs takes the hook of int or str
+        return _choice(value, kind)
     if type(value) is not kind:
-        raise _WrongTypeError(f"expected {_NAMES[kind]}, found {_found(value)}")
+        raise _WrongTypeError(f"expected {_name(kind)}, found {_found(value)}")
     return value
 
 
@@ -133,17 +241,32 @@ def _number(value: Any, _: type) -> float:
     return float(value)
 
 
+def _is_choice(kind: Any) -> bool:
+    return get_origin(kind) is Literal or (isinstance(kind, type) and issubclass(kind, Enum))
+
+
+def _choice(value: Any, kind: Any) -> Any:
+    """Converts to the member of a Literal, or of an Enum, that has this value."""
+    is_enum = isinstance(kind, type)
+    choices = [(one.value, one) for one in kind] if is_enum else [(one, one) for one in get_args(kind)]
+    for plain, choice in choices:
+        if type(plain) is type(value) and plain == value:
+            return choice
+    known = [plain if isinstance(plain, str) else show(plain)[0] for plain, _ in choices]
+    raise _WrongTypeError(f"{show(value)[0]} is no choice; {near_misses(str(value), known)}")
+
+
 def _is_list(kind: Any) -> bool:
-    return get_origin(kind) in (list, tuple, Sequence)
+    return (get_origin(kind) or kind) in _LISTS
 
 
-def _list_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
+def _list_hook(kind: Any, converter: Any) -> Callable[[Any, Any], Any]:
     """Converts a list or tuple item by item; refuses a string."""
-    arguments = get_args(kind)
-    fixed = get_origin(kind) is tuple and arguments[-1:] != (...,)
+    origin, arguments = get_origin(kind) or kind, get_args(kind) or (Any, ...)
+    fixed = origin is tuple and arguments[-1:] != (...,)
 
     def hook(value: Any, _: Any) -> Any:
-        if not isinstance(value, list | tuple):
+        if not isinstance(value, list | tuple | set | frozenset):
             raise _WrongTypeError(f"expected {_NAMES[list]}, written [a, b], found {_found(value)}")
         if fixed and len(value) != len(arguments):
             raise _WrongTypeError(f"expected a list of {len(arguments)}, found {_found(value)}")
@@ -156,19 +279,65 @@ def _list_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], A
                 errors.append(error)
         if errors:
             raise IterableValidationError("wrong items", errors, kind)
-        return items if get_origin(kind) is list else tuple(items)
+        return _LISTS[origin](items)
 
     return hook
 
 
-def _table_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
-    """Converts a table to an attrs class; refuses unknown keys."""
-    inner = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True)
+def _is_dict(kind: Any) -> bool:
+    return (get_origin(kind) or kind) in _TABLES
+
+
+def _dict_hook(kind: Any, converter: Any) -> Callable[[Any, Any], Any]:
+    """Converts a table value by value."""
+    key_kind, value_kind = get_args(kind) or (Any, Any)
 
     def hook(value: Any, _: Any) -> Any:
         if not isinstance(value, Mapping):
             raise _WrongTypeError(f"expected {_NAMES[dict]}, found {_found(value)}")
-        return inner(value, kind)
+        items: dict[Any, Any] = {}
+        errors = []
+        for key, one in value.items():
+            try:
+                items[converter.structure(key, key_kind)] = converter.structure_key(one, value_kind, str(key))
+            except Exception as error:
+                error.add_note(IterableValidationNote(f"key {key}", str(key), value_kind))
+                errors.append(error)
+        if errors:
+            raise IterableValidationError("wrong values", errors, kind)
+        return items
+
+    return hook
+
+
+def _attrs_hook(kind: Any, converter: Any) -> Callable[[Any, Any], Any]:
+    """Converts a table to an attrs class; refuses unknown keys."""
+    cls = get_origin(kind) or kind
+    fields = {one.name: one for one in attrs.fields(attrs.resolve_types(cls)) if one.init}
+    variables = dict(zip(getattr(cls, "__parameters__", ()), get_args(kind), strict=False))
+
+    def hook(value: Any, _: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise _WrongTypeError(f"expected {_NAMES[dict]}, found {_found(value)}")
+        arguments: dict[str, Any] = {}
+        errors: list[Exception] = []
+        for name, one in fields.items():
+            try:
+                if name in value:
+                    arguments[one.alias] = converter.structure_key(value[name], variables.get(one.type, one.type), name)
+                elif one.default is attrs.NOTHING:
+                    raise KeyError(name)
+            except Exception as error:
+                error.add_note(AttributeValidationNote(f"option {name}", name, one.type))
+                errors.append(error)
+        if unknown := set(value) - set(fields):
+            errors.append(ForbiddenExtraKeysError("", cls, unknown))
+        if not errors:
+            try:
+                return cls(**arguments)
+            except Exception as error:
+                errors.append(error)
+        raise ClassValidationError("wrong options", errors, cls)
 
     return hook
 
@@ -201,6 +370,8 @@ def _name(kind: Any) -> str:
     """A type, for people to read."""
     if _is_list(kind):
         return _NAMES[list]
+    if get_origin(kind) is Literal:
+        return " or ".join(show(one)[0] for one in get_args(kind))
     return _NAMES.get(kind, kind.__name__ if isinstance(kind, type) else str(kind))
 
 
@@ -218,33 +389,34 @@ def _mistake(error: BaseException) -> BaseException | None:
     return None if hasattr(error, "__notes__") or isinstance(error, meant) else error
 
 
-def _sentences(error: BaseException, where: str) -> list[str]:
+def _sentences(error: BaseException, place: _Place) -> list[str]:
     """The sentences of a tree of cattrs errors, each with its place."""
     if isinstance(error, ClassValidationError | IterableValidationError):
         sentences = []
         for inner in error.exceptions:
-            place = where
-            for note in getattr(inner, "__notes__", ()):
-                if isinstance(note, AttributeValidationNote):
-                    place = f"{where}.{note.name}"
-                elif isinstance(note, IterableValidationNote):
-                    place = f"{where}[{note.index}]"
-            sentences += _sentences(inner, place)
+            if isinstance(inner, _UnsupportedTypeError):
+                owner = getattr(error.cl, "__qualname__", error.cl)
+                problem = f"{inner}, which {owner} of the plugin declares; types that work are {TYPES}"
+                sentences.append(place.of(inner).sentence(f": {problem}"))
+            else:
+                sentences += _sentences(inner, place.of(inner))
         return sentences
     if isinstance(error, ForbiddenExtraKeysError):
-        known = [one.name for one in attrs.fields(error.cl)]
+        is_attrs = attrs.has(error.cl)
+        known = [one.name for one in attrs.fields(error.cl) if one.init] if is_attrs else get_type_hints(error.cl)
         return [
-            f"{where}: there is no option {name!r}; {near_misses(name, known)}" for name in sorted(error.extra_fields)
+            place.sentence(f": there is no option {name!r}; {near_misses(name, known)}", name)
+            for name in sorted(error.extra_fields)
         ]
     if isinstance(error, _NoMemberError):
         reasons = [
-            f"not {name}, since {', and '.join(_sentences(one, where))}"
+            f"not {name}, since {', and '.join(_sentences(one, evolve(place, places={})))}"
             for name, one in error.tried
             if not isinstance(one, _WrongTypeError)  # which says no more than the sentence itself
         ]
-        return ["; ".join([f"{where}: {error}", *reasons])]
+        return ["; ".join([place.sentence(f": {error}"), *reasons])]
     if isinstance(error, KeyError):
-        return [f"{where}: this option has no default; give it"]
+        return [place.sentence(": this option has no default; give it")]
     # A validator of attrs puts its message first, then the attribute and the value.
     message = error.args[0] if len(error.args) > 1 and isinstance(error.args[0], str) else str(error)
-    return [f"{where}: {message or type(error).__name__}"]
+    return [place.sentence(f": {message or type(error).__name__}")]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 from attrs import frozen
 
 from engine.core.config.server import ServerConfig
@@ -347,6 +348,16 @@ class RooflineConfig:
     )
 
 
+@frozen
+class OptionPlace:
+    """Where an option of a plugin was given."""
+
+    origin: str
+    """The file, or the option of the command line."""
+    directory: str = ""
+    """The directory from which a relative path starts; empty: the current one."""
+
+
 @frozen(kw_only=True)
 class EngineConfig:
     """All settings of one engine."""
@@ -364,3 +375,10 @@ class EngineConfig:
     plugins: PluginsConfig = PluginsConfig()
     roofline: RooflineConfig = RooflineConfig()
     server: ServerConfig = ServerConfig()
+    option_places: Mapping[str, OptionPlace] = attrs.field(factory=dict, eq=False, repr=False)
+    """Dotted key -> place, of the options of plugins. No setting: needed when a plugin's options_class is known."""
+
+
+def sections() -> tuple[attrs.Attribute[Any], ...]:
+    """The sections of the configuration, as fields of EngineConfig."""
+    return tuple(one for one in attrs.fields(EngineConfig) if attrs.has(type(one.default)))

@@ -94,11 +94,11 @@ class Executor(ABC):
         """Begin a step; at most MAX_STEPS_IN_FLIGHT are in flight. Raises ExecutorError if it cannot begin."""
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> list[Any]:
-        """Run a control operation (core/runner/control.py) on every rank; return the answers, by rank.
+        """Run a control operation on every rank, by `Runner.call`; return the answers, by rank.
 
         Ordered with the steps: each rank has run all steps submitted before, also those whose results no one has
         fetched, and begins those submitted after once it has answered. Waits for all answers. Arguments and answers are
-        plain data of at most MAX_CALL_BYTES (core/executors/control.py) each.
+        plain data of at most MAX_CALL_BYTES each.
 
         Raises ControlError if the executor has no control calls, and if the operation is unknown, refused or fails on a
         rank, which the error names; steps can run afterwards. Raises ExecutorError if a device or a worker has failed.

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class Deployment:
     """One model on one machine, resolved once by the engine and passed to its executor.
 
-    A process that runs a rank builds its own deployment from plain data: the configuration and the plugin manifest.
+    A process that runs a rank builds its own deployment from plain data, the configuration and the plugin manifest: by
+    `load_plugins`, `Plugins.verify` and `resolve` of engine.core.plugin_host, and `Checkpoint.open`.
     """
 
     config: EngineConfig

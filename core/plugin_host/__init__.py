@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.core.plugin_host.extension_points import EXTENSION_POINTS as EXTENSION_POINTS
     from engine.core.plugin_host.faults import raise_interrupt as raise_interrupt
     from engine.core.plugin_host.guard import STARTUP_CALLS as STARTUP_CALLS, guarded as guarded
-    from engine.core.plugin_host.installed import HOME as HOME
+    from engine.core.plugin_host.installed import HOME as HOME, PluginInfo as PluginInfo
     from engine.core.plugin_host.load import load_plugins as load_plugins
     from engine.core.plugin_host.questions import (
         Question as Question,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         questions_of_machine as questions_of_machine,
         speculator_question as speculator_question,
     )
-    from engine.core.plugin_host.registry import Plugins as Plugins
+    from engine.core.plugin_host.registry import Plugins as Plugins, Registry as Registry
     from engine.core.plugin_host.selection import (
         ChosenPlugin as ChosenPlugin,
         Parts as Parts,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         load_pair as load_pair,
         resolve as resolve,
     )
+    from engine.core.plugin_host.signatures import wrong_signature as wrong_signature
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
@@ -61,7 +62,7 @@ __getattr__, __dir__, __all__ = exports(
         "STARTUP_CALLS",
         "guarded",
     ),
-    installed=("HOME",),
+    installed=("HOME", "PluginInfo"),
     load=("load_plugins",),
     questions=(
         "Question",
@@ -72,7 +73,7 @@ __getattr__, __dir__, __all__ = exports(
         "questions_of_machine",
         "speculator_question",
     ),
-    registry=("Plugins",),
+    registry=("Plugins", "Registry"),
     selection=(
         "ChosenPlugin",
         "Parts",
@@ -83,4 +84,5 @@ __getattr__, __dir__, __all__ = exports(
         "load_pair",
         "resolve",
     ),
+    signatures=("wrong_signature",),
 )

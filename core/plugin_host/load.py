@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import types
 from collections.abc import Callable, Sequence
@@ -14,13 +15,18 @@ from attrs import evolve
 
 from engine.core import hooks
 from engine.core.config.tree import AUTO, PluginsConfig
-from engine.core.errors import PluginError
+from engine.core.errors import PluginError, near_misses
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS, ExtensionPoint
 from engine.core.plugin_host.faults import raise_interrupt
 from engine.core.plugin_host.installed import HOME, OBJECT, PluginInfo, find_installed, info_of
 from engine.core.plugin_host.registry import PluginFailure, Plugins, Registration, Registry
 
 _log = logging.getLogger(__name__)
+
+_SPECS = {name: value for name, value in vars(hooks).items() if hasattr(value, f"{hooks.PROJECT}_spec")}
+"""The hooks by name, as core specifies them."""
+_REGISTERING = frozenset(name for name in _SPECS if name.startswith("register_"))
+"""Hooks that do nothing without their argument."""
 
 
 def load_plugins(config: PluginsConfig | None = None, *, extra: Sequence[object] = (), quiet: bool = False) -> Plugins:
@@ -94,8 +100,8 @@ class _Host:
                 plugin = import_module(plugin)
             # A manager for this plugin alone: a failure leaves nothing to undo.
             trial = _manager()
-            trial.register(plugin, name=info.name)
             _check_hooks(trial, plugin, info)
+            trial.register(plugin, name=info.name)
             for extension_point in EXTENSION_POINTS:
                 register = self._register(extension_point, info, staged, claims)
                 returned = getattr(trial.hook, extension_point.hook)(register=register)
@@ -123,7 +129,17 @@ class _Host:
     ) -> hooks.Register:
         """The callback of a register hook; appends each offer to `staged`."""
 
-        def register(
+        def register(*arguments: Any, **named: Any) -> None:
+            try:
+                inspect.signature(offer).bind(*arguments, **named)
+            except TypeError as error:
+                raise PluginError(
+                    f"{info} calls register() of {point.hook}() with other arguments: {error}; write it as "
+                    f'register("name", loader, api="{point.api}", summary="one line")'
+                ) from error
+            offer(*arguments, **named)
+
+        def offer(
             name: str,
             loader: Callable[[], type],
             *,
@@ -203,14 +219,40 @@ def _manager() -> pluggy.PluginManager:
 
 
 def _check_hooks(manager: pluggy.PluginManager, plugin: object, info: PluginInfo) -> None:
-    known = sorted(name for name, value in vars(hooks).items() if hasattr(value, f"{hooks.PROJECT}_spec"))
-    try:
-        manager.check_pending()
-    except pluggy.PluginValidationError as error:
-        raise PluginError(f"{info}: {error}; the hooks are {', '.join(known)}") from error
-    if not manager.get_hookcallers(plugin):
+    """Raise PluginError for a hook that would not be called, or not with the arguments that it has; and for none."""
+    hook_names = f"the hooks are {', '.join(sorted(_SPECS))}"
+    marked = {}
+    for name in dir(plugin):
+        options = manager.parse_hookimpl_opts(plugin, name)
+        if options is not None:
+            marked[name] = options.get("specname") or name
+    for name, spec in _SPECS.items():
+        member = getattr(plugin, name, None)
+        if name not in marked and member is not spec and inspect.isroutine(member):
+            raise PluginError(
+                f"{info} has a function {name}() that is not marked, so it would not be called; mark it with "
+                "@hookimpl of engine.core.hooks, or give it another name"
+            )
+    for name, hook in marked.items():
+        if hook not in _SPECS:
+            raise PluginError(f"{info}: there is no hook {hook!r}; {near_misses(hook, _SPECS)}")
+        wanted = list(inspect.signature(_SPECS[hook]).parameters)
+        found = _arguments(getattr(plugin, name))
+        observes = hook not in _REGISTERING and set(found) <= set(wanted)
+        if found != wanted and not observes:
+            raise PluginError(
+                f"{info} has the hook {name}({', '.join(found)}), which is called with other arguments; write it as "
+                f"{name}({', '.join(wanted)})"
+            )
+    if not marked:
         kind = "a module" if isinstance(plugin, types.ModuleType) else "an object"
         raise PluginError(
-            f"{info} is {kind} without hooks; mark its functions with engine.core.hooks.hookimpl "
-            f"(the hooks are {', '.join(known)})"
+            f"{info} is {kind} without hooks; mark its functions with engine.core.hooks.hookimpl ({hook_names})"
         )
+
+
+def _arguments(hook: Callable[..., Any]) -> list[str]:
+    """The arguments that pluggy passes to a hook: by name, those without a default."""
+    parameters = inspect.signature(hook).parameters.values()
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [one.name for one in parameters if one.kind in kinds and one.default is inspect.Parameter.empty]

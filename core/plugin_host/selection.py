@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 
 from engine.core.attention.pair import AttentionPair
 from engine.core.config.setting import changed_settings
+from engine.core.config.setting_list import option_places
 from engine.core.config.structure import structure_options
 from engine.core.config.tree import AUTO, EngineConfig, SpeculatorConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaultError, near_misses
@@ -30,6 +31,9 @@ from engine.core.plugin_host.questions import (
     speculator_question,
 )
 from engine.core.speculators.device import DeviceSpeculator
+
+MAX_NAMES = 4
+"""Maximum plugins that a sentence about the equal refusals of several names."""
 
 if TYPE_CHECKING:
     from engine.core.attention.base import AttentionBackend
@@ -64,8 +68,8 @@ class ChosenPlugin:
             return None
         [section] = [point.section for point in EXTENSION_POINTS if point.name == self.extension_point]
         return (
-            f"auto took {self}, which is not built in ({self.reason}); name it as {section}.name to have it without "
-            "this notice, or deny it in [plugins]"
+            f"auto took {self}, which is not built in; name it as {section}.name to have it without this notice, or "
+            f"deny it in [plugins] ({self.reason})"
         )
 
     def __str__(self) -> str:
@@ -255,12 +259,13 @@ def _drafter_choices(config: EngineConfig, plugins: Plugins, device: DeviceInfo)
     points = {point.section: point for point in EXTENSION_POINTS}
 
     def find_model(checkpoint: Mapping[str, Any]) -> type[Model]:
-        own = evolve(config, model=evolve(config.model, name=AUTO, options={}))
+        own = evolve(config, model=evolve(config.model, name=AUTO, options={}), option_places={})
         cls: type[Model] = _choose(own, plugins, points["model"], None, model_question(checkpoint))[0]
         return cls
 
     def choose_quant(checkpoint: Mapping[str, Any]) -> tuple[type[QuantMethod[Any]], Any, str]:
-        own = evolve(config, quant=evolve(config.quant, name=config.speculator.quant, options={}))
+        quant = evolve(config.quant, name=config.speculator.quant, options={})
+        own = evolve(config, quant=quant, option_places={})
         cls, choice = _choose(own, plugins, points["quant"], None, quant_question(checkpoint, device))
         return cls, _options(own, cls, choice), str(choice)
 
@@ -295,7 +300,7 @@ def _making(policies: dict[type, SchedulingPolicy[Any]], config: EngineConfig) -
         refusal: str | None = cls.refuses()
         if refusal is None:
             with suppress(ConfigError):
-                policies[cls] = cls(structure_options(config.scheduler.options, cls.options_class, "scheduler.options"))
+                policies[cls] = cls(_structured(config, "scheduler", cls, "scheduler.options"))
         return refusal
 
     return question
@@ -328,11 +333,11 @@ def _choose(
         choice = chosen(name, registration.plugin.provenance, "asked for by name")
         cls = guarded(registration.load(), str(choice), STARTUP_CALLS[point.name])
     else:
-        refusals: list[str] = []
+        refusals: dict[str, list[str]] = {}
         for candidate in registry.candidates():
             fault = passed_over.get((point.name, candidate.name))
             if fault is not None:
-                refusals.append(f"{candidate.name} is passed over: {fault}")
+                refusals.setdefault(f"is passed over: {fault}", []).append(candidate.name)
                 continue
             try:
                 cls = guarded(candidate.load(), str(candidate), STARTUP_CALLS[point.name])
@@ -340,10 +345,10 @@ def _choose(
             except EngineError as error:
                 refusal = str(error)
             if refusal is None:
-                reason = "; ".join(["auto: the most preferred that does not refuse", *refusals])
+                reason = "; ".join(["auto: the most preferred that does not refuse", *_sentences(refusals)])
                 return cls, chosen(candidate.name, candidate.plugin.provenance, reason, by_auto=True)
-            refusals.append(f"{candidate.name} refuses: {refusal}")
-        reasons = [*refusals, *map(str, registry.failures)] or ["auto has no candidate"]
+            refusals.setdefault(f"refuses: {refusal}", []).append(candidate.name)
+        reasons = [*_sentences(refusals), *map(str, registry.failures)] or ["auto has no candidate"]
         raise PluginError(
             f"no {point.section} plugin serves this: {'; '.join(reasons)}; name one yourself as {point.section}.name "
             f"(installed: {', '.join(registry.names()) or 'nothing'}) or install one that does"
@@ -354,12 +359,28 @@ def _choose(
     return cls, choice
 
 
+def _sentences(refusals: Mapping[str, Sequence[str]]) -> list[str]:
+    """A sentence per refusal. refusals: what is said -> the plugins of which it is said."""
+    found = []
+    for said, names in refusals.items():
+        rest = len(names) - MAX_NAMES + 1
+        *first, last = [*names[: MAX_NAMES - 1], f"{rest} more"] if rest > 1 else names
+        subject = f"{', '.join(first)} and {last}" if first else last
+        found.append(f"{subject} {said.replace('refuses:', 'refuse:', 1) if first else said}")
+    return found
+
+
 def _options(config: EngineConfig, cls: type | AttentionPair, choice: ChosenPlugin) -> Any:
     """The options of the chosen plugin, as an instance of its options_class. Raises ConfigError."""
     [section] = [point.section for point in EXTENSION_POINTS if point.name == choice.extension_point]
-    where = f"{section} {choice.name!r}: {section}.options"
     with blame(str(choice), "its options_class"):
-        return structure_options(getattr(config, section).options, getattr(cls, "options_class", None), where)
+        return _structured(config, section, cls, f"{choice}: {section}.options")
+
+
+def _structured(config: EngineConfig, section: str, cls: Any, where: str) -> Any:
+    """The options of a section, as an instance of the plugin's options_class. Raises ConfigError."""
+    options, options_class = getattr(config, section).options, getattr(cls, "options_class", None)
+    return structure_options(options, options_class, where, option_places(config, section))
 
 
 def load_pair(point: ExtensionPoint, registry: Registry[Any], name: str) -> tuple[AttentionPair, str]:

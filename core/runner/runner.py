@@ -91,7 +91,7 @@ class Runner:
 
     @torch.inference_mode()
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Run a control operation (control.py) while no step is in flight; return plain data.
+        """Run a control operation while no step is in flight; return plain data.
 
         Raises ControlError, or another EngineError, if it is unknown, refuses or fails, and ExecutorError if the device
         fails with it.

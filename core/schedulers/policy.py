@@ -28,6 +28,10 @@ class RequestView(Protocol):
         """Lower is more urgent."""
 
     @property
+    def tenant(self) -> str | None:
+        """The request's cache_salt; None: the tenant of all requests without one."""
+
+    @property
     def arrival(self) -> float:
         """Arrival time: time.monotonic(), seconds."""
 

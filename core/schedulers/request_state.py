@@ -301,6 +301,11 @@ class StateView:
     _state: RequestState
 
     @property
+    def tenant(self) -> str | None:
+        """The request's cache_salt; None: the tenant of all requests without one."""
+        return self._state.request.salt or None
+
+    @property
     def computed_tokens(self) -> int:
         """Tokens in the KV cache, including those that planned steps will compute."""
         return self._state.computed

@@ -62,8 +62,9 @@ class Step:
 
     Of the state of sequences (tokens, block tables), a step holds only the changes since the step before.
 
-    The engine sends it to every worker as msgpack (core/executors/wire.py). A worker keeps the tokens and block table
-    of each sequence between steps and applies the steps in order: `new`, `blocks` and `finished` say what changed.
+    An executor sends it to every worker as msgpack (engine.core.executors.encode). A worker keeps the tokens and block
+    table of each sequence between steps and applies the steps in order: `new`, `blocks` and `finished` say what
+    changed.
     """
 
     id: int

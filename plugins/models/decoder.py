@@ -60,7 +60,7 @@ class Decoder(Model):
         is_mine = cls.architecture in named if named else model_type == cls.model_type
         if not is_mine:
             what = ", ".join(named) if named else f"of model_type {model_type!r}"
-            return f"it builds {cls.architecture}, and this checkpoint is {what}"
+            return f"this checkpoint is {what}, another architecture"
         if model_type not in (None, cls.model_type):
             return (
                 f"config.json has the architecture {cls.architecture} and model_type {model_type!r}, which are two"

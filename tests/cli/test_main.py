@@ -3,10 +3,13 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import typer
+from rich.markup import render
 
 from engine.cli.main import BUILTINS
 from engine.core.errors import CapacityError, ExecutorError
@@ -184,19 +187,65 @@ def test_a_plugin_does_not_replace_a_command(run: Any, plugged: Any) -> None:
     plugged(Greeter())
     result = run("--help")
     assert "Not this one" not in result.stdout
-    assert "serve" in result.stderr
+    assert result.stderr == (
+        "warning: plugin 'Greeter' of object offers a command 'serve', a name that is taken; it is left out\n"
+    )
 
 
-@pytest.mark.parametrize(("plugin", "message"), [(Broken, "out of order"), (Leaving, "SystemExit: 3")])
+COMMAND = """
+from engine.core.hooks import hookimpl
+
+@hookimpl
+def register_commands(app):
+    @app.command()
+    def fall(way: str):
+        raise KeyError(way)
+"""
+
+
+def test_traceback_of_a_command_of_a_plugin_ends_with_the_name_of_the_plugin(run: Any, install: Any) -> None:
+    install("engine-fall", "9.9", COMMAND, entry="fall")
+    result = run("fall", "down")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, KeyError)
+    assert traceback.format_exception(result.exception)[-2:] == [
+        "KeyError: 'down'\n",
+        "in the command 'fall' of plugin 'fall' of engine-fall 9.9\n",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        (Broken, "plugin 'Broken' of object could not add its commands: RuntimeError: out of order"),
+        (Leaving, "plugin 'Leaving' of object could not add its commands: SystemExit: 3"),
+    ],
+)
 def test_a_plugin_that_fails_to_add_commands_is_a_warning(
     run: Any, plugged: Any, plugin: type[Any], message: str
 ) -> None:
     plugged(plugin(), Greeter())
     result = run("greet", "you")
     assert result.stdout == "hello you\n"
-    assert message in result.stderr
+    assert f"warning: {message}\n" in result.stderr
 
 
 def test_built_in_commands_look_for_no_plugin(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "load_plugins", lambda *config: pytest.fail("plugins were loaded"))
     assert run("config", "show").exit_code == 0
+
+
+def params_of(command: Any, path: str = "engine") -> Iterator[tuple[str, str]]:
+    """(place, help) of each option and argument of a command and of those below it, and of the commands themselves."""
+    yield path, command.help or ""
+    for param in command.params:
+        yield f"{path} {param.name}", getattr(param, "help", None) or ""
+    for name, below in getattr(command, "commands", {}).items():
+        yield from params_of(below, f"{path} {name}")
+
+
+def test_help_shows_brackets_of_every_command_as_they_are_written(run: Any) -> None:
+    for name, builtin in BUILTINS.items():
+        for place, text in params_of(builtin.load(name), name):
+            assert render(text).plain == text.replace(r"\[", "["), place
+    assert "plugins.deny=[a,b]." in " ".join(run("config", "show", "--help").stdout.replace("│", " ").split())

@@ -57,6 +57,13 @@ class Unfinished(SchedulingPolicy):
     api = API
 
 
+class Forgetful(Fussy):
+    """Has an order without the time, as no contract has had it."""
+
+    def order(self, waiting: Any) -> Any:  # type: ignore[override]
+        return waiting
+
+
 class LargePages(TorchAttention):
     """Reads no pages but of 64 tokens."""
 
@@ -64,7 +71,7 @@ class LargePages(TorchAttention):
 
 
 class Extra:
-    """Four policies that cannot serve, and a backend that wants other block sizes."""
+    """Five policies that cannot serve, and a backend that wants other block sizes."""
 
     @hookimpl
     def register_attention(self, register: Any) -> None:
@@ -72,7 +79,7 @@ class Extra:
 
     @hookimpl
     def register_schedulers(self, register: Any) -> None:
-        for cls in (Fussy, Crashing, Mumbling, Unfinished):
+        for cls in (Fussy, Crashing, Mumbling, Unfinished, Forgetful):
             register(cls.__name__.lower(), lambda cls=cls: cls, api=API, summary="for tests")
 
 
@@ -95,6 +102,7 @@ def test_the_list_names_every_offer_and_where_it_is_from(run: Any) -> None:
         "distribution",
         "version",
         "preference",
+        "status",
     }
     lines = run("plugins", "list").stdout.splitlines()
     for rows in offers["extension_points"].values():
@@ -109,6 +117,32 @@ def test_the_list_names_plugins_that_failed(run: Any, monkeypatch: pytest.Monkey
     result = run("plugins", "list")
     assert "failed: plugin 'bad' of bad-dist 1 could not be loaded" in result.stdout
     assert run("plugins", "check").exit_code == 1
+
+
+SHARED = """
+from engine.core.hooks import hookimpl
+
+@hookimpl
+def register_schedulers(register):
+    register("shared", load, api="1", summary="")
+
+def load():
+    from engine.plugins.schedulers.fcfs import FirstComeFirstServed
+    return FirstComeFirstServed
+"""
+
+
+def test_a_name_that_two_distributions_claim_is_marked_in_the_list_and_by_check(install: Any, run: Any) -> None:
+    install("engine-first", "1.1", SHARED, entry="first")
+    install("engine-second", "2.2", SHARED, entry="second")
+    rows = json.loads(run("plugins", "list", "--json").stdout)["extension_points"]["schedulers"]
+    assert {one["name"] for one in rows if one["status"] == "ambiguous"} == {"shared"}
+    lines = [line.split() for line in run("plugins", "list").stdout.splitlines()]
+    assert [line[-1] for line in lines if line[:1] == ["shared"]] == ["ambiguous"]
+    [verdict] = [one for one in check_all(EngineConfig(), load.load_plugins()) if one.name == "shared"]
+    assert verdict.status == "ambiguous"
+    for part in ("engine-first 1.1", "engine-second 2.2", "deny"):
+        assert part in verdict.reason
 
 
 def test_denied_plugins_are_left_out(run: Any) -> None:
@@ -137,6 +171,10 @@ def test_check_tells_refused_from_broken(run: Any, with_extra: Any, engine_check
     assert "with False; it must be a sentence or None" in found["mumbling"][1]
     assert found["unfinished"][0] == "broken"
     assert "victim" in found["unfinished"][1]
+    assert found["forgetful"][0] == "broken"
+    assert (
+        "scheduler 'forgetful' passed in from Python: Forgetful.order takes (self, waiting):" in found["forgetful"][1]
+    )
     assert found["largepages"][0] == "refused"
     assert "--block-size" in found["largepages"][1]
 

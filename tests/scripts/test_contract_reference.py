@@ -82,3 +82,18 @@ def test_reference_has_the_coroutines_of_the_routes(reference: ModuleType) -> No
     routes = reference.contract_reference().partition("\n### Routes\n")[2].partition("\n### ")[0]
     assert "async def respond(self, " in routes
     assert "async def count_tokens(self, " in routes
+
+
+def test_reference_has_the_attributes_of_suites_and_the_methods_that_plugin_authors_override(
+    reference: ModuleType,
+) -> None:
+    testing = reference.contract_reference().partition("\n## Tests of plugins\n")[2]
+    assert testing.count("Conformance\n\n`from engine.testing.") == 9
+    suite = testing.partition("\n### QuantConformance\n")[2].partition("\n### ")[0]
+    assert "`from engine.testing.quant import QuantConformance`" in suite
+    assert "| `error` | `ClassVar[float]` | `0.0` | Maximum error" in suite
+    assert "| `expert_size` | `ClassVar[int]` | `64` |" in suite
+    assert [line for line in suite.splitlines() if line.startswith("def ")] == [
+        "def store(self, name: str, weight: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]"
+    ]
+    assert "| `prompt_tokens` | `int` | `1` |" in testing

@@ -202,6 +202,39 @@ class Sorting(Plain):
         return batch
 
 
+class Zeroing(Plain):
+    """Writes to one tensor of the batch, at the call that is named."""
+
+    written, at = "tokens", "plan"
+
+    def write(self, batch: Any, call: str) -> None:
+        if call == self.at:
+            getattr(batch, self.written)[:] = 0
+
+    def plan(self, batch: Any, graph: Any = None) -> Any:
+        plan = attrs.evolve(batch, **{name: getattr(batch, name).clone() for name in ("query_starts", "context_lens")})
+        self.write(batch, "plan")
+        return batch, plan
+
+    def forward(self, layer: Any, q: Any, k: Any, v: Any, plan: Any) -> Any:
+        batch, own = plan
+        out = super().forward(layer, q, k, v, own)
+        self.write(batch, "forward")
+        return out
+
+    def forward_into(self, layer: Any, q: Any, k: Any, v: Any, plan: Any, out: Any) -> None:
+        out.copy_(self.forward(layer, q, k, v, plan))
+        self.write(plan[0], "forward_into")
+
+
+class Replacing(Plain):
+    """Gives the batch another tensor."""
+
+    def plan(self, batch: Any, graph: Any = None) -> Any:
+        batch.tokens = torch.zeros_like(batch.tokens)
+        return batch
+
+
 class Widened(Plain):
     def forward(self, layer: Any, q: Any, k: Any, v: Any, plan: Any) -> Any:
         return super().forward(layer, q, k, v, plan).double()
@@ -254,6 +287,32 @@ def test_a_fault_is_found(backend: type[AttentionBackend[Any, Any]], test: Any) 
     suite = type("Suite", (AttentionConformance,), {"backend": backend})()
     with pytest.raises((AssertionError, IndexError)):
         test(suite)
+
+
+@pytest.mark.parametrize(
+    "written", ["tokens", "positions", "slots", "query_starts", "context_lens", "logit_rows", "query_lens_host"]
+)
+@pytest.mark.parametrize("at", ["plan", "forward"])
+def test_suite_names_what_is_written_when_a_backend_writes_to_the_batch(written: str, at: str) -> None:
+    backend = type("Writing", (Zeroing,), {"written": written, "at": at})
+    suite = type("Suite", (AttentionConformance,), {"backend": backend})()
+    with pytest.raises(AssertionError, match=rf"{at}\(\) writes to the batch: {written};"):
+        suite.test_batch("mixed", (4, 2))
+
+
+def test_suite_names_what_is_written_when_a_backend_replaces_a_tensor_of_the_batch() -> None:
+    suite = type("Suite", (AttentionConformance,), {"backend": Replacing})()
+    with pytest.raises(AssertionError, match=r"plan\(\) writes to the batch: tokens;"):
+        suite.test_batch("prefill", (4, 2))
+
+
+def test_suite_checks_the_batch_when_results_are_written_into_a_buffer_and_when_a_plan_is_that_of_a_graph() -> None:
+    writing = type("Writing", (Zeroing,), {"at": "forward_into"})
+    with pytest.raises(AssertionError, match=r"forward_into\(\) writes to the batch: tokens;"):
+        type("Suite", (AttentionConformance,), {"backend": writing})().test_forward_into("decode")
+    writing = type("Writing", (Zeroing,), {"graphs": "decode"})
+    with pytest.raises(AssertionError, match=r"plan\(\) of a graph writes to the batch: tokens;"):
+        type("Suite", (AttentionConformance,), {"backend": writing})().test_one_plan_for_changing_buffers(None)
 
 
 def test_a_plan_that_holds_only_the_buffers_serves_a_graph() -> None:

@@ -64,6 +64,16 @@ def test_suite_accepts_a_method_that_quantizes_nothing(tmp_path: Path) -> None:
     suite.test_product(tmp_path, 17, True)
 
 
+def test_suite_says_how_to_name_tensors_when_store_returns_whole_names(tmp_path: Path) -> None:
+    def store(self: Any, name: str, weight: Any) -> Any:
+        tensors, weight = Halved.store(self, name, weight)
+        return {f"{name}.{end}": tensor for end, tensor in tensors.items()}, weight
+
+    suite = type("Suite", (Halved,), {"store": store})()
+    with pytest.raises(AssertionError, match=r"tensor of layer 'a' 'a\.halves'; name it by what follows: 'halves'"):
+        suite.test_product(tmp_path, 1, False)
+
+
 def test_suite_allows_the_stated_error(tmp_path: Path) -> None:
     members = {"method": method_of(OneScale), "error": 0.02}
     suite = type("Suite", (Halved,), members)()

@@ -9,8 +9,9 @@ import pytest
 
 from engine.core.config.load import PATHS, flatten, load_config, validate
 from engine.core.config.setting_list import canonical_key
-from engine.core.config.tree import AttentionConfig, CacheConfig, EngineConfig, PluginsConfig
+from engine.core.config.tree import AttentionConfig, CacheConfig, EngineConfig, OptionPlace, PluginsConfig
 from engine.core.errors import ConfigError
+from engine.core.executors import MessageDecoder, encode
 
 WriteFile = Callable[..., Path]
 
@@ -105,6 +106,26 @@ def test_options_of_the_file_and_the_command_line_are_merged(write: WriteFile) -
     assert resolved.origins["quant.options.a"] == "engine.toml"
     assert resolved.origins["quant.options.b"] == "--quant-option"
     assert resolved.origins['quant.options.layers."model.layers.0"'] == "engine.toml"
+
+
+def test_the_place_of_each_option_is_kept_when_the_configuration_is_sent_to_another_process(write: WriteFile) -> None:
+    file = write("[quant]\nname = 'x'\n[quant.options]\na = 1\nb = {c = 2, d = 3}\n")
+    config = load_config(file, {"quant.options.b.d": "4", "attention.options.e": ("5", "--set")}).config
+    of_file = OptionPlace(str(file), str(file.parent))
+    assert config.option_places == {
+        "quant.options.a": of_file,
+        "quant.options.b.c": of_file,
+        "quant.options.b.d": OptionPlace("--quant-option"),
+        "attention.options.e": OptionPlace("--set"),
+    }
+    received = MessageDecoder[EngineConfig](EngineConfig).decode(encode(config))
+    assert received == config
+    assert received.option_places == config.option_places
+
+
+def test_the_places_of_options_are_no_setting(write: WriteFile) -> None:
+    with pytest.raises(ConfigError, match="there is no section 'option_places'"):
+        load_config(write("[option_places]\na = 1\n"))
 
 
 def test_an_option_replaces_a_table_of_options_and_the_reverse(write: WriteFile) -> None:

@@ -124,10 +124,80 @@ def test_a_misspelt_hook_is_reported_with_plugin_and_hook(install: Install) -> N
     assert "register_schedulers" in str(failure)
 
 
-def test_a_wrong_hook_argument_is_reported(install: Install) -> None:
-    install("engine-arg", "0.1", POLICY.format(name="m").replace("(register)", "(registry)"), entry="arg")
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("(registry)", "(registry)"),
+        ("(register, more)", "(register, more)"),
+        ("()", "()"),
+        ("(register=None)", "()"),
+        ("(*register)", "()"),
+    ],
+)
+def test_hook_with_other_arguments_is_refused_with_the_right_ones(install: Install, written: str, shown: str) -> None:
+    install("engine-arg", "0.1", POLICY.format(name="m").replace("(register)", written), entry="arg")
     [failure] = load_plugins().failures
-    assert "registry" in str(failure)
+    assert str(failure) == (
+        f"plugin 'arg' of engine-arg 0.1 has the hook register_schedulers{shown}, which is called with other"
+        " arguments; write it as register_schedulers(register)"
+    )
+
+
+def test_hook_that_only_observes_may_leave_out_its_argument() -> None:
+    class Observing:
+        seen = 0
+
+        @hookimpl
+        def engine_started(self) -> None:
+            self.seen += 1
+
+    plugin = Observing()
+    load_plugins(extra=[plugin]).notify("engine_started", engine=None)
+    assert plugin.seen == 1
+
+
+def test_function_with_the_name_of_a_hook_is_refused_when_it_is_not_marked(install: Install) -> None:
+    source = POLICY.format(name="m") + "\ndef register_models(register):\n    register('x')\n"
+    install("engine-half", "0.1", source, entry="half")
+    [failure] = load_plugins().failures
+    assert str(failure) == (
+        "plugin 'half' of engine-half 0.1 has a function register_models() that is not marked, so it would not be"
+        " called; mark it with @hookimpl of engine.core.hooks, or give it another name"
+    )
+
+
+def test_module_that_imports_all_of_hooks_is_loaded(install: Install) -> None:
+    source = POLICY.format(name="m").replace("import hookimpl", "import *")
+    install("engine-star", "0.1", source, entry="star")
+    assert not load_plugins().failures
+
+
+def test_function_of_another_name_is_a_hook_when_its_mark_says_which(install: Install) -> None:
+    source = POLICY.format(name="m").replace("@hookimpl", '@hookimpl(specname="register_schedulers")')
+    install("engine-named", "0.1", source.replace("def register_schedulers", "def offer"), entry="named")
+    assert load_plugins().schedulers.get("m").distribution == "engine-named"
+
+
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        ('("m", lambda: Policy, summary="s")', "missing a required argument: 'api'"),
+        ('("m", lambda: Policy, api="1")', "missing a required argument: 'summary'"),
+        ('("m", api="1", summary="s")', "missing a required argument: 'loader'"),
+        ('("m", lambda: Policy, "1", "s")', "too many positional arguments"),
+        ('("m", lambda: Policy, api="1", sumary="s")', "missing a required argument: 'summary'"),
+    ],
+)
+def test_offer_with_other_arguments_is_refused_with_the_right_ones(
+    install: Install, written: str, problem: str
+) -> None:
+    source = POLICY.format(name="m").replace('("m", lambda: Policy, api="1", summary="for a test")', written)
+    install("engine-offer", "0.1", source, entry="offer")
+    [failure] = load_plugins().failures
+    assert str(failure) == (
+        f"plugin 'offer' of engine-offer 0.1 calls register() of register_schedulers() with other arguments: {problem};"
+        ' write it as register("name", loader, api="1", summary="one line")'
+    )
 
 
 def test_a_module_without_hooks_is_reported(install: Install) -> None:

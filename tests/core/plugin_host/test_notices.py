@@ -59,7 +59,8 @@ def test_engine_says_that_auto_took_a_third_party_s_plugin(build: Any, caplog: A
     assert build(plugins__prefer=("engine-rare",)).generate([[1, 2]], SamplingParams(max_tokens=2))[0].token_ids
     [notice] = notices(caplog)
     assert notice.startswith(
-        "auto took model 'rare' of engine-rare 0.4, which is not built in (auto: the most preferre"
+        "auto took model 'rare' of engine-rare 0.4, which is not built in; name it as model.name to have it without"
+        " this notice, or deny it in [plugins] (auto: the most preferred"
     )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from attrs import evolve, frozen
 
 from engine.core.attention.base import AttentionBackend
+from engine.core.config.load import load_config
 from engine.core.config.tree import (
     AttentionConfig,
     CacheConfig,
@@ -27,7 +31,9 @@ from engine.core.hooks import hookimpl
 from engine.core.models.base import KVShape, Model, ModelSpec
 from engine.core.plugin_host.cache_groups import cache_layout
 from engine.core.plugin_host.derived import attention_spec, max_len, resolve_dtype, resolve_kv_dtype, use_graphs
+from engine.core.plugin_host.installed import PluginInfo
 from engine.core.plugin_host.load import load_plugins
+from engine.core.plugin_host.questions import model_question
 from engine.core.plugin_host.registry import Plugins
 from engine.core.plugin_host.selection import Parts, check_names, find_quant, resolve
 from engine.core.quant.base import QuantMethod
@@ -237,6 +243,34 @@ def test_nothing_left_for_auto_lists_every_refusal() -> None:
     assert resolve(named, plugins, CPU, {}).model.__wrapped__ is MODEL
 
 
+@pytest.mark.parametrize(
+    ("count", "subject"),
+    [
+        (1, "m0 refuses: "),
+        (2, "m0 and m1 refuse: "),
+        (4, "m0, m1, m2 and m3 refuse: "),
+        (26, "m0, m1, m2 and 23 more refuse: "),
+    ],
+)
+def test_equal_refusals_are_one_sentence_in_the_reason_and_in_the_error(count: int, subject: str) -> None:
+    strange = concrete(Model, refuses=refusing("this checkpoint is strange"))
+    other = concrete(Model, refuses=refusing("no tide"))
+    refused = [("models", f"m{number}", strange, 90) for number in range(count)]
+    parts = resolve(
+        EngineConfig(), registry(*refused, ("models", "other", other, 80), ("models", "own", MODEL, 1)), CPU, {}
+    )
+    sentence = f"{subject}this checkpoint is strange; other refuses: no tide"
+    assert chosen(parts, "models") == ("own", f"auto: the most preferred that does not refuse; {sentence}")
+    with pytest.raises(PluginError, match=f"no model plugin serves this: {sentence}; name one yourself"):
+        resolve(EngineConfig(), registry(*refused, ("models", "other", other, 80)), CPU, {})
+
+
+def test_built_in_models_refuse_another_architecture_in_equal_words() -> None:
+    ask = model_question({"model_type": "strange", "architectures": ["StrangeForCausalLM"]})
+    refusals = Counter(ask(one.load()) for one in load_plugins().models.candidates() if not one.fallback)
+    assert list(refusals) == ["this checkpoint is StrangeForCausalLM, another architecture"]
+
+
 def test_an_empty_extension_point_is_an_error() -> None:
     with pytest.raises(PluginError, match=r"no model plugin serves this: auto has no candidate.*installed: nothing"):
         resolve(EngineConfig(), registry(defaults=False), CPU, {})
@@ -359,7 +393,7 @@ def test_other_extension_points_take_one_plugin() -> None:
 def test_wrong_options_of_two_name_the_part() -> None:
     config, plugins = pair("first,second")
     config = evolve(config, attention=evolve(config.attention, options={"decode": {"split": 3}}))
-    with pytest.raises(ConfigError, match=r"attention 'first,second': attention.options.decode: there is no option"):
+    with pytest.raises(ConfigError, match=r"'first,second' passed in .*: attention.options.decode: there is no option"):
         resolve(config, plugins, CPU, {})
 
 
@@ -378,14 +412,39 @@ def test_options_reach_the_plugin_as_its_own_class() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"split": 3}, r"attention 'mine': attention.options: there is no option 'split'; did you mean splits\?"),
-        ({"splits": "3"}, "attention 'mine': attention.options.splits: expected a whole number"),
+        ({"split": 3}, r"Python: attention.options: there is no option 'split'; did you mean splits\?"),
+        ({"splits": "3"}, "attention 'mine' passed in from Python: attention.options.splits: expected a whole number"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, object], message: str) -> None:
     plugins = registry(("attention", "mine", concrete(AttentionBackend, options_class=Options), 1))
     with pytest.raises(ConfigError, match=message):
         resolve(evolve(EngineConfig(), attention=AttentionConfig(options=options)), plugins, CPU, {})
+
+
+def test_refusal_of_an_option_names_file_plugin_and_version_when_the_option_comes_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text("[attention.options]\nsplit = 3\n[quant.options]\nbits = 4\n")
+    config = load_config(file).config
+    installed = registry(("attention", "mine", concrete(AttentionBackend, options_class=Options), 1))
+    info = PluginInfo(name="mine", entry_point="mine", distribution="my-dist", version="1.0")
+    registrations = {name: evolve(one, plugin=info) for name, one in installed.attention.registrations.items()}
+    installed.registries["attention"] = evolve(installed.attention, registrations=registrations)  # type: ignore[index]
+    with pytest.raises(ConfigError, match=rf"^{file}: attention 'mine' of my-dist 1.0: attention.options: there is no"):
+        resolve(evolve(config, quant=QuantConfig()), installed, CPU, {})
+    with pytest.raises(ConfigError, match=rf"^{file}: quant 'the-quant' .*: quant.options has no options, but bits"):
+        resolve(evolve(config, attention=AttentionConfig()), registry(), CPU, {})
+
+
+def test_an_option_that_is_a_path_starts_from_the_directory_of_its_file_when_the_plugin_is_a_policy_of_auto(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text('[scheduler.options]\ntable = "lengths.json"\n')
+    table = attrs.make_class("Table", {"table": attrs.field(type=Path)})
+    policy = concrete(SchedulingPolicy, options_class=table, __init__=SchedulingPolicy.__init__)
+    parts = resolve(load_config(file).config, registry(("schedulers", "mine", policy, 100)), CPU, {})
+    assert parts.policy.options.table == tmp_path / "lengths.json"
 
 
 def test_options_for_a_plugin_without_any_are_refused() -> None:

@@ -216,6 +216,15 @@ def test_views_include_planned_steps_and_are_read_only() -> None:
     assert (view.computed_tokens, view.output_tokens, view.preemptions) == (0, 4, 1)
 
 
+def test_views_name_the_tenant_of_a_request_that_has_one() -> None:
+    scheduler = make_scheduler(policy(order=lambda waiting, now: seen.extend(waiting) or waiting))
+    seen: list[RequestView] = []
+    for name, salt in (("a", "blue"), ("b", "")):
+        scheduler.add(request(name, 5, salt=salt))
+    plan(scheduler)
+    assert [(view.id, view.tenant) for view in seen] == [("a", "blue"), ("b", None)]
+
+
 def test_order_gets_the_waiting_requests_in_order_of_arrival() -> None:
     seen: list[list[str]] = []
     scheduler = make_scheduler(
