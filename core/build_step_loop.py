@@ -55,7 +55,7 @@ class StepLoopBuilder:
         if parts.speculator is None:
             return None
         options = parts.options["speculators"]
-        speculator = CheckedSpeculator(parts.speculator(spec, options))
+        speculator = CheckedSpeculator(parts.speculator(spec, options), spec)
         speculator.rehearse()
         return speculator
 

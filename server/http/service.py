@@ -288,8 +288,8 @@ class Service:
 
     @property
     def chat_template(self) -> str:
-        """Source of the chat template, the one for tools if there are several; empty if it is not known."""
-        return self.parser.templates.chat if self.parser is not None else ""
+        """Source of the chat template, the one for tools if there are several; empty if there is none."""
+        return self.tokenizer.templates.chat
 
     def render(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
         """Render a conversation. given: arguments of Tokenizer.render_chat. Raises InvalidRequestError."""

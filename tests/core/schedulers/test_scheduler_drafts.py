@@ -66,7 +66,7 @@ def make(
         chosen or Policy(),
         BlockManager(num_blocks, BLOCK_SIZE),
         eos_tokens=frozenset({EOS}),
-        speculator=CheckedSpeculator(speculator),
+        speculator=CheckedSpeculator(speculator, speculator.spec),
         grammars=grammars,
         **{"max_batch_tokens": 64, "max_running": 8, "max_len": 1000, **limits},
     )
