@@ -32,6 +32,7 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
+import msgspec
 
 from engine.core.errors import ExecutorError, InvalidRequestError
 from engine.core.histogram import PREEMPTIONS_BOUNDS, STEP_TOKENS_BOUNDS, Histogram
@@ -40,6 +41,7 @@ from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.cache_metrics import CacheMetrics
 from engine.core.schedulers.checked_policy import CheckedPolicy
 from engine.core.schedulers.drafting import Drafting
+from engine.core.schedulers.no_token import no_token_error
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.queues import Queues
 from engine.core.schedulers.request_state import RequestState, max_output
@@ -86,9 +88,9 @@ class Scheduler:
     max_batch_tokens: maximum tokens per step (per iteration of a multi-step step). max_running: maximum sequences per
     step. max_len: maximum context, prompt and output together. eos_tokens: the model's end-of-sequence tokens. meter:
     counts what each planned step computes; None: nothing is counted. speculator: proposes drafts; None: there are none.
-    draft_lengths: chooses how many drafts are verified; None: all are. grammars: the compiled grammars, which drafts
-    must match; None: drafts are not checked. unknown_sequences: sequences that the runner has but that belong to no
-    request.
+    draft_lengths: chooses how many drafts are verified; None: all are. grammars: compiles the grammars of requests,
+    which drafts must match; None: drafts are not checked. unknown_sequences: sequences that the runner has but that
+    belong to no request.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Scheduler:
             self._drafting = Drafting(
                 speculator, self._queues, draft_lengths, grammars, max_batch_tokens=max_batch_tokens
             )
+        self._grammars = grammars
         self._queues.forget(unknown_sequences)
         self._blocks = blocks
         self._cache_metrics = self._planner.cache_metrics = cache_metrics
@@ -445,6 +448,8 @@ class Scheduler:
         self._generation_tokens += len(output.tokens)
         if output.finish_reason == FINISH_ERROR:
             self._blocks.unregister(state.tokens, state.chain)
+            owner = "the grammar" if self._grammars is None else self._grammars.owner
+            output = msgspec.structs.replace(output, error=no_token_error(state, grammar_owner=owner))
         elif state.sequence:  # the last token is not computed yet
             self._blocks.register(state.sequence, state.tokens, state.chain, state.prompt_len + len(state.output) - 1)
         if output.finish_reason is not None:

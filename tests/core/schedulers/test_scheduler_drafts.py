@@ -197,7 +197,7 @@ class Compiled(CompiledGrammar, Grammars):
     """A grammar, and what compiles it."""
 
     def __init__(self) -> None:
-        pass
+        self.owner = "grammar 'forcing' of engine-forcing 0.4"
 
     def matcher(self) -> GrammarMatcher:
         return Forcing()
