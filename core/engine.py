@@ -28,6 +28,7 @@ from engine.core.device import find_device
 from engine.core.errors import ConfigError, ControlError, ExecutorError
 from engine.core.executors.base import Executor, Health
 from engine.core.executors.choose import PluginChoice
+from engine.core.executors.deployment import shut_down
 from engine.core.executors.rehearsal import rehearse
 from engine.core.generation import Completion, generate, stream
 from engine.core.grammars.base import GrammarBackend
@@ -186,7 +187,7 @@ class Engine:
             self._traces = Traces(self._loop, self.device.type)
             self.plugins.notify("engine_started", engine=self)
         except BaseException:
-            self._executor.shutdown()  # the caller gets no engine to close
+            shut_down(self._executor, self.parts.owner("executors"))  # the caller gets no engine to close
             if self._kv_events is not None:
                 self._kv_events.close()
             raise
@@ -427,7 +428,7 @@ class Engine:
             self._loop.failure = "the engine is closed"
             self._loop.forget()
             self._traces.close()
-            self._executor.shutdown()
+            shut_down(self._executor, self.parts.owner("executors"))
             if self._async is not None:
                 self._async.close()
             self._grammars.close()
