@@ -129,6 +129,7 @@ class StepLoopBuilder:
             draft_lengths=lengths,
             grammars=grammars,
             unknown_sequences=times.sequences if times is not None else (),
+            not_built_in=parts.not_built_in,
         )
         return StepLoop(
             scheduler,

@@ -169,6 +169,7 @@ class Engine:
                     self._executor,
                     cache_info,
                     owner=self.parts.owner("executors"),
+                    not_built_in=self.parts.not_built_in,
                     max_tokens=self.config.scheduler.max_batch_tokens,
                     max_len=self.max_len,
                     max_running=self.config.scheduler.max_running,

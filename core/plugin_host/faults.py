@@ -104,11 +104,13 @@ def raise_interrupt(error: BaseException) -> None:
         raise error
 
 
-def name_fault(error: BaseException, runs: PluginCall | None = None) -> None:
+def name_fault(error: BaseException, runs: PluginCall | None = None, not_built_in: str = "") -> None:
     """Raise StepFaultError from `error`, naming the plugin whose method was running; return if there was none.
 
     The traceback says which method, so a step pays nothing until something is raised. runs: the call to name where no
-    frame of the traceback is a plugin's. Also returns if `is_no_fault(error)`.
+    frame of the traceback is a plugin's. not_built_in: the end of the message if all plugins in the traceback are
+    built in: other plugins, which may have returned what these cannot compute with. Also returns if
+    `is_no_fault(error)`.
     """
     if is_no_fault(error):
         return
@@ -122,10 +124,15 @@ def name_fault(error: BaseException, runs: PluginCall | None = None) -> None:
     text = f": {text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + '...'}" if text else ""
     place = f" ({last.place})" if last.place else ""
     # The mistake may be in the arguments with which a third party's plugin calls a built-in one.
-    called = "".join(f", called by {one}" for one in reversed(callers) if f" of {DISTRIBUTION} " not in one.made.owner)
+    called = "".join(f", called by {one}" for one in reversed(callers) if not _is_built_in(one))
+    suspects = not_built_in if all(map(_is_built_in, culprits)) else ""
     raise StepFaultError(
-        f"{last.made.owner} failed in {last.made.call}: {type(error).__name__}{text}{place}{called}"
+        f"{last.made.owner} failed in {last.made.call}: {type(error).__name__}{text}{place}{called}{suspects}"
     ) from error
+
+
+def _is_built_in(culprit: _Culprit) -> bool:
+    return f" of {DISTRIBUTION} " in culprit.made.owner
 
 
 def _culprits(trace: TracebackType | None) -> list[_Culprit]:

@@ -90,7 +90,7 @@ class Scheduler:
     counts what each planned step computes; None: nothing is counted. speculator: proposes drafts; None: there are none.
     draft_lengths: chooses how many drafts are verified; None: all are. grammars: compiles the grammars of requests,
     which drafts must match; None: drafts are not checked. unknown_sequences: sequences that the runner has but that
-    belong to no request.
+    belong to no request. not_built_in: Parts.not_built_in.
     """
 
     def __init__(
@@ -108,6 +108,7 @@ class Scheduler:
         draft_lengths: DraftLengths | None = None,
         grammars: Grammars | None = None,
         unknown_sequences: Iterable[int] = (),
+        not_built_in: str = "",
     ) -> None:
         """cache_metrics: the metrics that observe `blocks`; None: the cache is not measured."""
         self._counter = StepCounter()
@@ -127,6 +128,7 @@ class Scheduler:
                 speculator, self._queues, draft_lengths, grammars, max_batch_tokens=max_batch_tokens
             )
         self._grammars = grammars
+        self._not_built_in = not_built_in
         self._queues.forget(unknown_sequences)
         self._blocks = blocks
         self._cache_metrics = self._planner.cache_metrics = cache_metrics
@@ -449,7 +451,8 @@ class Scheduler:
         if output.finish_reason == FINISH_ERROR:
             self._blocks.unregister(state.tokens, state.chain)
             owner = "the grammar" if self._grammars is None else self._grammars.owner
-            output = msgspec.structs.replace(output, error=no_token_error(state, grammar_owner=owner))
+            error = no_token_error(state, grammar_owner=owner, not_built_in=self._not_built_in)
+            output = msgspec.structs.replace(output, error=error)
         elif state.sequence:  # the last token is not computed yet
             self._blocks.register(state.sequence, state.tokens, state.chain, state.prompt_len + len(state.output) - 1)
         if output.finish_reason is not None:

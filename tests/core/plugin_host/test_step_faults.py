@@ -228,6 +228,35 @@ def test_name_fault_returns_where_no_plugin_ran() -> None:
         name_fault(error)
 
 
+class Caller:
+    """A plugin's object that calls another's."""
+
+    def __init__(self, owner: str, calls: Callable[[], object]) -> None:
+        self.plugin_owner = owner
+        self.calls = calls
+
+    def forward(self) -> None:
+        self.calls()
+
+
+@pytest.mark.parametrize(
+    ("owner", "end"),
+    [
+        ("model 'llama' of pluggable-llm-engine 0.1", "; not built in: quant 'mine' of engine-mine 0.4"),
+        ("model 'mine' of engine-mine 0.4", ""),
+    ],
+)
+def test_name_fault_says_what_is_not_built_in_when_only_built_in_plugins_ran(owner: str, end: str) -> None:
+    caller = type("Model", (Caller,), {"plugin_owner": owner})(owner, lambda: 1 / 0)
+    try:
+        caller.forward()
+    except ZeroDivisionError as error:
+        with pytest.raises(StepFaultError) as caught:
+            name_fault(error, not_built_in="; not built in: quant 'mine' of engine-mine 0.4")
+    assert str(caught.value).startswith(f"{owner} failed in forward(): ZeroDivisionError: division by zero (")
+    assert str(caught.value).rpartition(")")[2] == end
+
+
 def test_checks_leave_nothing_between_core_and_plugin_after_the_rehearsal(make_engine: Any) -> None:
     kernel = type("Mine", (Kernel,), {})
     plugins = [
