@@ -93,7 +93,7 @@ def shown(found: object) -> str:
 
 def is_no_fault(error: BaseException) -> bool:
     """Whether an error is deliberate (an EngineError), a lack of memory, or raised by a signal, as by Ctrl-C."""
-    if isinstance(error, EngineError) or any(name in _kinds(error) for name in MEMORY):
+    if isinstance(error, EngineError) or _lacks_memory(error):
         return True
     return not isinstance(error, Exception) and _from_signal(error)
 
@@ -110,9 +110,11 @@ def name_fault(error: BaseException, runs: PluginCall | None = None, not_built_i
     The traceback says which method, so a step pays nothing until something is raised. runs: the call to name where no
     frame of the traceback is a plugin's. not_built_in: the end of the message if all plugins in the traceback are
     built in: other plugins, which may have returned what these cannot compute with. Also returns if
-    `is_no_fault(error)`.
+    `is_no_fault(error)`; then the text of an error for lack of memory says which plugin raised it.
     """
     if is_no_fault(error):
+        if _lacks_memory(error):
+            _add_culprit(error)
         return
     culprits = _culprits(error.__traceback__)
     if not culprits and runs is not None:
@@ -129,6 +131,17 @@ def name_fault(error: BaseException, runs: PluginCall | None = None, not_built_i
     raise StepFaultError(
         f"{last.made.owner} failed in {last.made.call}: {type(error).__name__}{text}{place}{called}{suspects}"
     ) from error
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    return any(name in _kinds(error) for name in MEMORY)
+
+
+def _add_culprit(error: BaseException) -> None:
+    """Add the plugin whose method was running to the text of an error, whose class must stay. Once."""
+    culprits = _culprits(error.__traceback__)
+    if culprits and (raised := f"raised by {culprits[-1]}") not in str(error):
+        error.args = ("; ".join(filter(None, (str(error), raised))),)
 
 
 def _is_built_in(culprit: _Culprit) -> bool:

@@ -145,7 +145,7 @@ def test_start_fails_with_the_error_of_the_rehearsal(make_engine: Any, monkeypat
     shutdown = UniprocExecutor.shutdown
     monkeypatch.setattr(UniprocExecutor, "shutdown", lambda self: shut.append(self) or shutdown(self))
     monkeypatch.setattr(StepLauncher, "_launch_kernels", lambda *_: 1 / 0)
-    with pytest.raises(Exception, match="step 0 failed on cpu: division by zero"):
+    with pytest.raises(Exception, match="step 0 failed on cpu: ZeroDivisionError: division by zero"):
         make_engine()
     assert len(shut) == 1
 
