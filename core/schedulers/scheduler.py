@@ -382,9 +382,7 @@ class Scheduler:
     def _pop_in_flight(self, step: Step, result: StepResult) -> _InFlight:
         """Remove and return the oldest step in flight, after checking that `result` belongs to it and has its shape."""
         if not self._in_flight or not step.id == result.step == self._in_flight[0].step.id:
-            raise ExecutorError(
-                f"the result of step {result.step} came out of order, for step {step.id}; the executor is at fault"
-            )
+            raise ExecutorError(f"the result of step {result.step} came out of order, for step {step.id}")
         check_result(step, result)
         self._counter.steps_committed = step.id
         return self._in_flight.popleft()
