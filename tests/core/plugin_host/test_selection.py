@@ -27,6 +27,7 @@ from engine.core.hooks import hookimpl
 from engine.core.models.base import KVShape, Model, ModelSpec
 from engine.core.plugin_host.cache_groups import cache_layout
 from engine.core.plugin_host.derived import attention_spec, max_len, resolve_dtype, resolve_kv_dtype, use_graphs
+from engine.core.plugin_host.extension_points import EXTENSION_POINTS
 from engine.core.plugin_host.load import load_plugins
 from engine.core.plugin_host.registry import Plugins
 from engine.core.plugin_host.selection import ChosenPlugin, Parts, check_names, find_quant, resolve
@@ -221,6 +222,21 @@ def test_auto_passes_over_a_class_that_cannot_be_imported_or_crashes() -> None:
     reason = chosen(parts, "quant")[1]
     for part in ("no such library", "ZeroDivisionError: crash", "it must be a sentence or None"):
         assert part in reason
+
+
+@pytest.mark.parametrize("section", ["model", "attention", "quant", "scheduler", "executor", "speculator"])
+@pytest.mark.parametrize("answer", ["", True])
+def test_an_answer_of_refuses_that_is_no_sentence_is_an_error(section: str, answer: object) -> None:
+    [point] = [point for point in EXTENSION_POINTS if point.section == section]
+    vague = concrete(point.contract, refuses=refusing(answer), spec=classmethod(lambda cls, config: SHAPE))
+    plugins = registry((point.name, "vague", vague, 1))
+    named: Any = {section: evolve(getattr(EngineConfig(), section), name="vague")}
+    message = rf"^{section} 'vague' .* answers refuses\(\) with {answer!r}; it must be a sentence or None$"
+    with pytest.raises(PluginError, match=message):
+        resolve(EngineConfig(**named), plugins, CPU, {})
+    if section != "speculator":
+        with pytest.raises(PluginError, match=rf"vague refuses: .* with {answer!r}; it must be a sentence or None"):
+            resolve(EngineConfig(), plugins, CPU, {})
 
 
 def test_nothing_left_for_auto_lists_every_refusal() -> None:
