@@ -91,6 +91,17 @@ def shown(found: object) -> str:
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
 
 
+def import_fault(error: BaseException) -> str:
+    """An error of a plugin's import, as errors say it: with the file and line that raised it, unless core or Python's
+    own import did, as for a module that does not exist."""
+    places = [
+        f" ({frame.f_code.co_filename}, line {line})"
+        for frame, line in _frames(error.__traceback__)
+        if not frame.f_globals.get("__name__", "").startswith((CORE, "importlib"))
+    ]
+    return f"{type(error).__name__}: {error}{places[-1] if places else ''}"
+
+
 def is_no_fault(error: BaseException) -> bool:
     """Whether an error is deliberate (an EngineError), a lack of memory, or raised by a signal, as by Ctrl-C."""
     if isinstance(error, EngineError) or _lacks_memory(error):
