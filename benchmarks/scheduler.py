@@ -131,7 +131,8 @@ class Constant(Speculator[None]):
 
 
 def constant_speculator(drafts: int, max_len: int) -> CheckedSpeculator:
-    return CheckedSpeculator(Constant(SpeculatorSpec(vocab_size=1000, max_len=max_len, max_drafts=drafts)))
+    spec = SpeculatorSpec(vocab_size=1000, max_len=max_len, max_drafts=drafts)
+    return CheckedSpeculator(Constant(spec), spec)
 
 
 def make_meter() -> StepMeter:

@@ -55,7 +55,7 @@ class StepLoopBuilder:
         if parts.speculator is None:
             return None
         options = parts.options["speculators"]
-        speculator = CheckedSpeculator(parts.speculator(spec, options))
+        speculator = CheckedSpeculator(parts.speculator(spec, options), spec)
         speculator.rehearse()
         return speculator
 
@@ -129,6 +129,7 @@ class StepLoopBuilder:
             draft_lengths=lengths,
             grammars=grammars,
             unknown_sequences=times.sequences if times is not None else (),
+            not_built_in=parts.not_built_in,
         )
         return StepLoop(
             scheduler,

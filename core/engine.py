@@ -20,6 +20,7 @@ from engine.core.config.tree import EngineConfig
 from engine.core.engine_start import start_engine
 from engine.core.errors import ConfigError, ControlError, ExecutorError
 from engine.core.executors.base import Executor, Health
+from engine.core.executors.deployment import shut_down
 from engine.core.generation import Completion, generate, stream
 from engine.core.grammars.base import GrammarBackend
 from engine.core.plugin_host.faults import PluginCall, name_fault
@@ -339,7 +340,7 @@ class Engine:
             self._loop.failure = "the engine is closed"
             self._loop.forget()
             self._traces.close()
-            self._executor.shutdown()
+            shut_down(self._executor, self.parts.owner("executors"))
             if self._async is not None:
                 self._async.close()
             self._grammars.close()

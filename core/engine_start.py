@@ -19,7 +19,7 @@ from engine.core.config.tree import AUTO, EngineConfig
 from engine.core.device import DeviceInfo, find_device
 from engine.core.executors.base import Executor
 from engine.core.executors.choose import PluginChoice
-from engine.core.executors.deployment import Deployment
+from engine.core.executors.deployment import Deployment, shut_down
 from engine.core.executors.rehearsal import rehearse
 from engine.core.hub.names import locate, locate_speculator
 from engine.core.models.base import ModelSpec
@@ -62,7 +62,7 @@ class StartedEngine:
 
     def close(self) -> None:
         """Stop the executor and the event stream."""
-        self.executor.shutdown()
+        shut_down(self.executor, self.deployment.parts.owner("executors"))
         if self.kv_events is not None:
             self.kv_events.close()
 
@@ -129,6 +129,7 @@ def start_engine(
                 executor,
                 cache_info,
                 owner=parts.owner("executors"),
+                not_built_in=parts.not_built_in,
                 max_tokens=config.scheduler.max_batch_tokens,
                 max_len=longest,
                 max_running=config.scheduler.max_running,
@@ -144,7 +145,7 @@ def start_engine(
             kv_events = EventStream(config.kv_events, cache_info)
         loop = builder.build(cache_info, made_speculator, times, kv_events)
     except BaseException:
-        executor.shutdown()  # the caller gets no engine to close
+        shut_down(executor, parts.owner("executors"))  # the caller gets no engine to close
         if kv_events is not None:
             kv_events.close()
         raise

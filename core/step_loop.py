@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import attrs
 
-from engine.core.errors import EngineError
+from engine.core.errors import EngineError, ExecutorError, StepFaultError
 from engine.core.executors.base import Executor, PendingResult
 from engine.core.graph_uses import GraphUses
 from engine.core.phase_timer import PhaseTimer
-from engine.core.plugin_host.faults import PluginCall, name_fault
+from engine.core.plugin_host.faults import PluginCall, name_fault, shown
 from engine.core.profiling.live import StepMeter
 from engine.core.schedulers.scheduler import Scheduler
 from engine.core.speculators.step_timing import StepTiming
@@ -126,8 +126,7 @@ class StepLoop:
             with self.timers["commit"]:
                 self._outputs += self.scheduler.commit(step, result, time.monotonic())
         except BaseException as error:
-            self._note_failure(error)
-            raise
+            self._fail_commit(result, error)
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Raise an executor's error, naming the plugin at fault; no further step can run."""
@@ -137,6 +136,18 @@ class StepLoop:
         except BaseException as named:
             self._note_failure(named)
             raise
+
+    def _fail_commit(self, result: object, error: BaseException) -> NoReturn:
+        """Raise the error of a commit, naming the executor if its result is wrong; no further step can run."""
+        wrong = ""
+        if not isinstance(result, StepResult):
+            wrong = f"{shown(result)}, not a StepResult"
+        elif isinstance(error, ExecutorError):
+            wrong = str(error)
+        if wrong:
+            error = StepFaultError(f"{self._submission.owner} returned a wrong result from result(): {wrong}")
+        self._note_failure(error)
+        raise error
 
     def _note_failure(self, error: BaseException) -> None:
         """Set `failure`: the tokens of the step are lost, so no further step can run."""

@@ -11,7 +11,7 @@ from engine.core.config.tree import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import PluginError, PluginFaultError
 from engine.core.executors.base import Executor
-from engine.core.executors.deployment import Deployment, make_executor
+from engine.core.executors.deployment import Deployment, make_executor, shut_down
 from engine.core.executors.frames import clear_frames
 from engine.core.plugin_host.derived import fit_running, shape_of
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS
@@ -96,7 +96,7 @@ class PluginChoice:
         try:
             expect(isinstance(cache, CacheInfo), parts.owner("executors"), "start()", cache, "a CacheInfo")
         except PluginError:
-            executor.shutdown()
+            shut_down(executor, parts.owner("executors"))
             raise
         return deployment, executor, cache
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from attrs import frozen
+
+from engine.core.plugin_host.faults import raise_interrupt
 
 if TYPE_CHECKING:
     from engine.core.config.tree import EngineConfig
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
     from engine.core.plugin_host.selection import Parts
     from engine.core.runner.runner import Runner
     from engine.core.weights.checkpoint import Checkpoint
+
+
+_log = logging.getLogger(__name__)
 
 
 @frozen
@@ -69,3 +75,15 @@ def make_executor(deployment: Deployment) -> Executor:
     if cls.api == "1":
         return cls(deployment.config, deployment.parts, options)  # type: ignore[arg-type, call-arg]
     return cls(deployment, options)
+
+
+def shut_down(executor: Executor, owner: str) -> None:
+    """Shut an executor down. What it raises is logged, so that it neither hides an earlier error nor stops the rest.
+
+    owner: how errors name the executor's plugin.
+    """
+    try:
+        executor.shutdown()
+    except BaseException as error:
+        raise_interrupt(error)
+        _log.exception("%s failed in shutdown(); what it holds may not be freed", owner)

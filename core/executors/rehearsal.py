@@ -18,6 +18,7 @@ def rehearse(
     cache: CacheInfo,
     *,
     owner: str,
+    not_built_in: str,
     max_tokens: int,
     max_len: int,
     max_running: int,
@@ -30,9 +31,9 @@ def rehearse(
     The steps compute sequences that no scheduler knows. A last step, of nothing else, makes the runner forget them;
     what remains are keys and values in blocks that are free.
 
-    owner: how errors name the executor's plugin. max_tokens: of a step. full: also run a step of as many tokens as a
-    step may have. A GPU's allocator then holds the memory that the first burst of requests needs; to allocate it takes
-    tens of milliseconds. propose: Step.propose of the steps that sample.
+    owner: how errors name the executor's plugin. not_built_in: Parts.not_built_in. max_tokens: of a step. full: also
+    run a step of as many tokens as a step may have. A GPU's allocator then holds the memory that the first burst of
+    requests needs; to allocate it takes tens of milliseconds. propose: Step.propose of the steps that sample.
     Raises CheckpointError, ExecutorError or PluginFaultError for an error that the first request would have met.
     """
     fits = longest_context(cache.kinds, cache.num_blocks, cache.block_size, max_tokens)
@@ -47,7 +48,7 @@ def rehearse(
     for step in steps:
         result = calls.run(step)
         if all(chunk.sample for chunk in step.chunks):
-            calls.expect_token(result, vocab_size)
+            calls.expect_token(result, vocab_size, not_built_in)
         else:
             calls.expect_no_token(result)
     finished = [SEQUENCE]
@@ -101,13 +102,13 @@ class _CheckedCalls:
         if any(result.tokens):
             raise self._wrong("result", result.tokens, "no token, since no sequence samples")
 
-    def expect_token(self, result: StepResult, vocab_size: int) -> None:
+    def expect_token(self, result: StepResult, vocab_size: int, not_built_in: str) -> None:
         """Check that a result has one token, of the vocabulary."""
         match result.tokens:
             case ((int(token),),) if token == NO_TOKEN:
                 raise CheckpointError(
                     "the logits of the rehearsal's prompt are not finite (NaN or infinite); the weights may be damaged,"
-                    " or the numbers outgrow this dtype: try bfloat16 or float32"
+                    f" or the numbers outgrow this dtype: try bfloat16 or float32{not_built_in}"
                 )
             case ((int(token),),) if 0 <= token < vocab_size:
                 return

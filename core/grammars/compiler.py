@@ -65,13 +65,13 @@ class Grammars:
     ) -> None:
         """backend: None if there is none. vocab_size: of the model's logits. owner: the plugin, as errors name it, or
         why there is none."""
+        self.owner = owner
         self._settings = config.grammar
         self._model = config.model
         self._class = backend
         self._options = options
         self._vocab_size = vocab_size
         self._eos_tokens = eos_tokens
-        self._owner = owner
         self._backend: GrammarBackend[Any] | None = None
         self._making = threading.Lock()
         self._lock = threading.Lock()
@@ -163,10 +163,10 @@ class Grammars:
     def _check(self, grammar: Grammar) -> None:
         """Raise InvalidRequestError for a grammar that can be refused without the library."""
         if self._class is None:
-            raise InvalidRequestError(f"this engine enforces no grammars: {self._owner}", PARAMETER)
+            raise InvalidRequestError(f"this engine enforces no grammars: {self.owner}", PARAMETER)
         if grammar.kind not in self._class.kinds:
             raise InvalidRequestError(
-                f"{self._owner} knows no grammars of the kind {grammar.kind!r}; it knows "
+                f"{self.owner} knows no grammars of the kind {grammar.kind!r}; it knows "
                 f"{', '.join(sorted(self._class.kinds))}",
                 PARAMETER,
             )
@@ -177,10 +177,10 @@ class Grammars:
             return compile_with_tools(grammar, backend.compile)
         except EngineError:
             raise
-        except Exception as error:
-            log.exception("%s failed in compile()", self._owner)
+        except BaseException as error:
+            log.exception("%s failed in compile()", self.owner)
             raise PluginError(
-                f"{self._owner} failed in compile(): {type(error).__name__}: {error}; the log says where"
+                f"{self.owner} failed in compile(): {type(error).__name__}: {error}; the log says where"
             ) from None
 
     def _made(self) -> GrammarBackend[Any]:

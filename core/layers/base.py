@@ -37,6 +37,11 @@ class Layer(ABC):
     def tensors(self) -> Mapping[str, TensorSpec]:
         """Tensors to read from the checkpoint, by qualified name."""
 
+    @property
+    def tensor_owners(self) -> Mapping[str, str]:
+        """How errors name the plugins that ask for tensors, by the tensor's name; the model asks for the others."""
+        return {}
+
     @abstractmethod
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
         """Keep the loaded tensors: this rank's shards of `tensors`, on the device. Optional ones may be missing."""

@@ -27,6 +27,15 @@ class KernelLayer(Layer, Generic[K]):
         self.plugin_call = PluginCall(owner, name)
         """The kernel's plugin and the layer, as errors of a step name them."""
 
+    @property
+    def has_core_kernel(self) -> bool:
+        """Whether the kernel is core's own, for weights that are not quantized."""
+        return type(self.kernel).__module__.startswith("engine.core.")
+
+    @property
+    def tensor_owners(self) -> Mapping[str, str]:
+        return {} if self.has_core_kernel else dict.fromkeys(self._kernel_tensors(), self.plugin_call.owner)
+
     def _kernel_tensors(self) -> Mapping[str, TensorSpec]:
         """The tensors that the kernel reads."""
         with self._blame("tensors()"):

@@ -17,8 +17,16 @@ if TYPE_CHECKING:
         speculator_spec as speculator_spec,
     )
     from engine.core.plugin_host.extension_points import EXTENSION_POINTS as EXTENSION_POINTS
-    from engine.core.plugin_host.faults import raise_interrupt as raise_interrupt
-    from engine.core.plugin_host.guard import STARTUP_CALLS as STARTUP_CALLS, guarded as guarded
+    from engine.core.plugin_host.faults import (
+        PluginCall as PluginCall,
+        name_fault as name_fault,
+        raise_interrupt as raise_interrupt,
+    )
+    from engine.core.plugin_host.guard import (
+        STARTUP_CALLS as STARTUP_CALLS,
+        guarded as guarded,
+        owner_of as owner_of,
+    )
     from engine.core.plugin_host.installed import HOME as HOME, PluginInfo as PluginInfo
     from engine.core.plugin_host.load import load_plugins as load_plugins
     from engine.core.plugin_host.questions import (
@@ -57,10 +65,15 @@ __getattr__, __dir__, __all__ = exports(
         "speculator_spec",
     ),
     extension_points=("EXTENSION_POINTS",),
-    faults=("raise_interrupt",),
+    faults=(
+        "PluginCall",
+        "name_fault",
+        "raise_interrupt",
+    ),
     guard=(
         "STARTUP_CALLS",
         "guarded",
+        "owner_of",
     ),
     installed=("HOME", "PluginInfo"),
     load=("load_plugins",),

@@ -89,6 +89,12 @@ class ExtensionPoint:
                 f"{owner} has options_class = {options!r}, which is not an attrs class; decorate it with @frozen"
             )
         api = getattr(found, "api", None)
+        if not isinstance(api, str):
+            wrong = "without api" if api is None else f"with api = {api!r}"
+            raise PluginError(
+                f"{owner} is {found.__qualname__} {wrong}; put api = {self.api!r} into the class, the version of"
+                f" {wanted} as text"
+            )
         if api not in self.accepted_apis:
             raise PluginError(
                 f"{owner} is {found.__qualname__} with api = {api!r}, but this engine has {self.versions} of "

@@ -91,9 +91,20 @@ def shown(found: object) -> str:
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
 
 
+def import_fault(error: BaseException) -> str:
+    """An error of a plugin's import, as errors say it: with the file and line that raised it, unless core or Python's
+    own import did, as for a module that does not exist."""
+    places = [
+        f" ({frame.f_code.co_filename}, line {line})"
+        for frame, line in _frames(error.__traceback__)
+        if not frame.f_globals.get("__name__", "").startswith((CORE, "importlib"))
+    ]
+    return f"{type(error).__name__}: {error}{places[-1] if places else ''}"
+
+
 def is_no_fault(error: BaseException) -> bool:
     """Whether an error is deliberate (an EngineError), a lack of memory, or raised by a signal, as by Ctrl-C."""
-    if isinstance(error, EngineError) or any(name in _kinds(error) for name in MEMORY):
+    if isinstance(error, EngineError) or _lacks_memory(error):
         return True
     return not isinstance(error, Exception) and _from_signal(error)
 
@@ -104,13 +115,17 @@ def raise_interrupt(error: BaseException) -> None:
         raise error
 
 
-def name_fault(error: BaseException, runs: PluginCall | None = None) -> None:
+def name_fault(error: BaseException, runs: PluginCall | None = None, not_built_in: str = "") -> None:
     """Raise StepFaultError from `error`, naming the plugin whose method was running; return if there was none.
 
     The traceback says which method, so a step pays nothing until something is raised. runs: the call to name where no
-    frame of the traceback is a plugin's. Also returns if `is_no_fault(error)`.
+    frame of the traceback is a plugin's. not_built_in: the end of the message if all plugins in the traceback are
+    built in: other plugins, which may have returned what these cannot compute with. Also returns if
+    `is_no_fault(error)`; then the text of an error for lack of memory says which plugin raised it.
     """
     if is_no_fault(error):
+        if _lacks_memory(error):
+            _add_culprit(error)
         return
     culprits = _culprits(error.__traceback__)
     if not culprits and runs is not None:
@@ -122,10 +137,26 @@ def name_fault(error: BaseException, runs: PluginCall | None = None) -> None:
     text = f": {text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + '...'}" if text else ""
     place = f" ({last.place})" if last.place else ""
     # The mistake may be in the arguments with which a third party's plugin calls a built-in one.
-    called = "".join(f", called by {one}" for one in reversed(callers) if f" of {DISTRIBUTION} " not in one.made.owner)
+    called = "".join(f", called by {one}" for one in reversed(callers) if not _is_built_in(one))
+    suspects = not_built_in if all(map(_is_built_in, culprits)) else ""
     raise StepFaultError(
-        f"{last.made.owner} failed in {last.made.call}: {type(error).__name__}{text}{place}{called}"
+        f"{last.made.owner} failed in {last.made.call}: {type(error).__name__}{text}{place}{called}{suspects}"
     ) from error
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    return any(name in _kinds(error) for name in MEMORY)
+
+
+def _add_culprit(error: BaseException) -> None:
+    """Add the plugin whose method was running to the text of an error, whose class must stay. Once."""
+    culprits = _culprits(error.__traceback__)
+    if culprits and (raised := f"raised by {culprits[-1]}") not in str(error):
+        error.args = ("; ".join(filter(None, (str(error), raised))),)
+
+
+def _is_built_in(culprit: _Culprit) -> bool:
+    return f" of {DISTRIBUTION} " in culprit.made.owner
 
 
 def _culprits(trace: TracebackType | None) -> list[_Culprit]:

@@ -67,7 +67,11 @@ def served_model_question(
             return f"its keys are latent, and {error}"
         return None
 
-    return lambda cls: cls.refuses(checkpoint) or attention_refusal(cls)
+    def question(cls: Any) -> str | None:
+        refusal: str | None = cls.refuses(checkpoint)
+        return attention_refusal(cls) if refusal is None else refusal
+
+    return question
 
 
 def quant_question(checkpoint: Mapping[str, Any], device: DeviceInfo) -> Question:
@@ -104,8 +108,13 @@ def attention_question(
     specs = tuple(dict.fromkeys(group.spec for group in groups))
 
     def question(cls: Any) -> str | None:
-        refusals = (cls.refuses(spec, device) or _core_refusal(cls, spec) for spec in specs)
-        return next(filter(None, refusals), None)
+        for spec in specs:
+            refusal: str | None = cls.refuses(spec, device)
+            if refusal is None:
+                refusal = _core_refusal(cls, spec)
+            if refusal is not None:
+                return refusal
+        return None
 
     return question
 
@@ -132,7 +141,7 @@ def speculator_question(config: EngineConfig, checkpoint: Mapping[str, Any], mod
                 "it runs on the host and has no checkpoint, but speculator.model (--speculator-model) or"
                 " speculator.quant is set; leave both out, or choose a speculator that runs on the device"
             )
-        return refusal or cls.refuses(spec)
+        return cls.refuses(spec) if refusal is None else refusal
 
     return question
 

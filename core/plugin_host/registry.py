@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 from engine.core.errors import PluginError, near_misses
 from engine.core.plugin_host.extension_points import ExtensionPoint
-from engine.core.plugin_host.faults import raise_interrupt
+from engine.core.plugin_host.faults import import_fault, raise_interrupt
 from engine.core.plugin_host.installed import (
     HOME,
     OBJECT,
@@ -52,7 +52,7 @@ class PluginFailure:
     def __str__(self) -> str:
         if isinstance(self.error, PluginError):
             return str(self.error)
-        return f"{self.plugin} could not be loaded: {type(self.error).__name__}: {self.error}"
+        return f"{self.plugin} could not be loaded: {import_fault(self.error)}"
 
 
 @frozen(kw_only=True)
@@ -87,7 +87,7 @@ class Registration(Generic[T]):
             found = self.loader()
         except BaseException as error:
             raise_interrupt(error)
-            raise PluginError(f"{self} could not be imported: {type(error).__name__}: {error}") from error
+            raise PluginError(f"{self} could not be imported: {import_fault(error)}") from error
         self.extension_point.check(found, str(self))
         return found
 

@@ -62,9 +62,14 @@ class ChosenPlugin:
     """Whether auto took it, and the configuration does not name it."""
 
     @property
+    def built_in(self) -> bool:
+        """Whether the plugin is the engine's own; of a pair, whether both are."""
+        return all(one.startswith(f"{HOME} ") for one in self.provenance.split(" and "))
+
+    @property
     def notice(self) -> str | None:
         """A sentence for people who may not know that auto took a third party's plugin; None for any other choice."""
-        if not self.by_auto or self.provenance == OBJECT or self.provenance.startswith(f"{HOME} "):
+        if not self.by_auto or self.provenance == OBJECT or self.built_in:
             return None
         [section] = [point.section for point in EXTENSION_POINTS if point.name == self.extension_point]
         return (
@@ -124,6 +129,13 @@ class Parts:
             if choice.by_auto and any(f"{choice} failed in {call}:" in str(fault) for call in calls):
                 return choice
         return None
+
+    @property
+    def not_built_in(self) -> str:
+        """The end of an error message: the plugins that make logits and are not built in; empty if there are none."""
+        makers = ("models", "attention", "quant", "executors")
+        found = [str(one) for one in self.choices if one.extension_point in makers and not one.built_in]
+        return f"; not built in: {', '.join(found)}" if found else ""
 
     def owner(self, extension_point: str) -> str:
         """The plugin of an extension point, as errors name it."""

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
-from attrs import frozen
+from attrs import Attribute, field, frozen
 
 if TYPE_CHECKING:
     import torch
@@ -109,13 +109,18 @@ class LinearSpec:
         return self.in_features // self.ranks if self.parallel == "row" else self.in_features
 
 
+def _check_names(spec: TensorSpec, attribute: Attribute[tuple[str, ...]], names: tuple[str, ...]) -> None:
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{attribute.name} has the names of torch's types, as ('bfloat16', 'float32'), not {names!r}")
+
+
 @frozen(kw_only=True)
 class TensorSpec:
     """A tensor expected in the checkpoint."""
 
     shape: tuple[int, ...]
     """Over all ranks. -1: any size. (1,): one number, which the checkpoint may store with any number of dimensions."""
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...] = field(validator=_check_names)
     """Accepted types, by their names in torch ("bfloat16", "float8_e4m3fn", "int32")."""
     shard_dim: int | None = None
     """The dimension that tensor-parallel ranks split, evenly without `shard_size`. None: every rank reads it all."""

@@ -110,7 +110,7 @@ class Runner:
                     self._grammars.begin(grammar)
             return (self._launch or self._launch_checked)(step)
         except BaseException as error:
-            name_fault(error)
+            name_fault(error, not_built_in=self.parts.not_built_in)
             raise
 
     def _launch_checked(self, step: Step) -> PendingStep:

@@ -277,7 +277,7 @@ class RunnerStart:
         if any(NO_TOKEN in tokens for tokens in result.tokens):
             raise CheckpointError(
                 "the logits of the first step are not finite (NaN or infinite); the weights may be damaged, or the "
-                "numbers outgrow this dtype: try bfloat16 or float32"
+                f"numbers outgrow this dtype: try bfloat16 or float32{self._parts.not_built_in}"
             )
         return torch.cuda.max_memory_allocated(self._name) - before
 
@@ -413,5 +413,5 @@ class RunnerStart:
             try:
                 yield
             except BaseException as error:
-                name_fault(error)
+                name_fault(error, not_built_in=self._parts.not_built_in)
                 raise

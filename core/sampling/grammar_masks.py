@@ -13,8 +13,9 @@ import numpy.typing as npt
 import torch
 from attrs import define
 
-from engine.core.errors import ExecutorError
+from engine.core.errors import EngineError, ExecutorError
 from engine.core.grammars.base import CompiledGrammar, GrammarMatcher
+from engine.core.plugin_host.faults import raise_interrupt
 from engine.core.transfer import to_device
 from engine.core.types import NO_TOKEN, NewSequence
 
@@ -108,6 +109,7 @@ class GrammarMasks:
     def __init__(self, grammars: Grammars | None, vocab_size: int, device: torch.device) -> None:
         """grammars: None where sequences have no grammars, as in some tests."""
         self._grammars = grammars
+        self._owner = "" if grammars is None else grammars.owner
         self._words = -(-vocab_size // 32)
         self._device = device
         self._outputs: dict[int, _Output] = {}
@@ -166,8 +168,8 @@ class GrammarMasks:
         """The matcher of an output after its last token; None if it cannot go on."""
         try:
             return output.advance()
-        except Exception as error:  # of a library, or of a grammar that is refused
-            self._fail(sequence, error)
+        except BaseException as error:  # of a plugin, or of a grammar that is refused
+            self._fail(sequence, "matcher" if output.matcher is None else "accept", error)
             return None
 
     def _fill_drafts(self, walks: Sequence[_Walk], masks: Masks) -> None:
@@ -182,15 +184,15 @@ class GrammarMasks:
                 continue
             try:
                 walk.matcher.rollback(walk.taken)
-            except Exception as error:
-                self._fail_amid_drafts(walk, error)
+            except BaseException as error:
+                self._fail_amid_drafts(walk, "rollback", error)
 
     def _go_on(self, walk: _Walk) -> bool:
         """Accept the next draft of a sequence; False if its masks end here."""
         try:
             return walk.go_on()
-        except Exception as error:
-            self._fail_amid_drafts(walk, error)
+        except BaseException as error:
+            self._fail_amid_drafts(walk, "accept", error)
             return False
 
     def _fill(self, walks: list[_Walk], masks: Masks) -> None:
@@ -204,15 +206,14 @@ class GrammarMasks:
             return
         all_rows = len(walks) == len(masks)
         filled = masks if all_rows else np.zeros((len(walks), self._words), np.int32)
-        matchers = [walk.matcher for walk in walks]
-        for walk, mask, problem in zip(walks, filled, type(matchers[0]).fill_batch(matchers, filled), strict=True):
+        for walk, mask, problem in zip(walks, filled, self._fill_batch(walks, filled), strict=True):
             output = walk.output
             if problem is not None:
                 mask[:] = 0
                 if walk.taken:
-                    self._fail_amid_drafts(walk, problem)
+                    self._fail_amid_drafts(walk, "fill_mask", problem)
                 else:
-                    self._fail(walk.sequence, problem)
+                    self._fail(walk.sequence, "fill_mask", problem)
             elif output.ending is not None and output.num_accepted + walk.taken < output.min_tokens:
                 longer = mask & ~output.ending
                 if longer.any():
@@ -220,17 +221,38 @@ class GrammarMasks:
         if not all_rows:
             masks[[walk.row for walk in walks]] = filled
 
-    def _fail_amid_drafts(self, walk: _Walk, error: Exception) -> None:
+    def _fill_batch(self, walks: list[_Walk], masks: Masks) -> Sequence[BaseException | None]:
+        """Fill the masks of matchers of one class; returns for each what it raised, or None."""
+        matchers = [walk.matcher for walk in walks]
+        try:
+            problems = type(matchers[0]).fill_batch(matchers, masks)
+            if len(problems) == len(walks):
+                return problems
+            raise ExecutorError(f"fill_batch() answers for {len(problems)} matchers of {len(walks)}")
+        except BaseException as error:
+            return [error] * len(walks)
+
+    def _fail_amid_drafts(self, walk: _Walk, method: str, error: BaseException) -> None:
         """Drop a matcher that may be unusable. If the output differs from the drafts, a new matcher follows it; if not,
         no token can be sampled."""
-        log.warning(
-            "sequence %d cannot go on by its grammar after %d draft tokens: %s", walk.sequence, walk.taken, error
-        )
+        self._log(f"sequence {walk.sequence}, after {walk.taken} draft tokens,", method, error)
         walk.output.matcher = None
 
-    def _fail(self, sequence: int, error: Exception) -> None:
-        log.warning("sequence %d cannot go on by its grammar: %s", sequence, error)
+    def _fail(self, sequence: int, method: str, error: BaseException) -> None:
+        self._log(f"sequence {sequence}", method, error)
         self._outputs[sequence].failed = True
+
+    def _log(self, sequence: str, method: str, error: BaseException) -> None:
+        """Log why a sequence cannot go on, with a traceback of what a plugin raised by mistake.
+
+        Raises `error` if a signal raised it, as Ctrl-C does.
+        """
+        raise_interrupt(error)
+        if isinstance(error, EngineError):
+            log.warning("%s cannot go on by its grammar, of %s: %s", sequence, self._owner, error)
+        else:
+            what = f"{type(error).__name__}: {error}"
+            log.error("%s cannot go on: %s failed in %s(): %s", sequence, self._owner, method, what, exc_info=error)
 
     def _mask_of(self, tokens: Collection[int]) -> Mask:
         allowed = np.zeros(32 * self._words, np.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from engine.core.plugin_host.counted_faults import CountedFaults, InvalidAnswerError
@@ -52,17 +53,18 @@ class CheckedPolicy:
         """
         answers: Sequence[object] = waiting
         try:
-            answers = tuple(self._policy.order(waiting, now))
+            named = tuple(islice(self._policy.order(waiting, now), len(waiting) + 1))  # a generator may never end
+            if len(named) > len(waiting):
+                raise InvalidAnswerError(named, f"an order of at most the {len(waiting)} waiting requests")
+            answers = named
         except BaseException as error:
             self._faults.add("order", error)
         seen: set[RequestState] = set()
         for answer in answers:
-            named = state_of(answer)
-            if isinstance(named, RequestState) and named in seen:  # it may have been admitted meanwhile
-                continue
             state = self._waiting_state(answer)
-            if state is None:
-                self._faults.add("order", InvalidAnswerError(answer, "one of the waiting requests that it was given"))
+            if state is None or state in seen:
+                wanted = "one of the waiting requests that it was given, each named once"
+                self._faults.add("order", InvalidAnswerError(answer, wanted))
                 yield from (one for one in map(self._waiting_state, waiting) if one is not None and one not in seen)
                 return
             seen.add(state)

@@ -248,7 +248,8 @@ class Drafting:
             if state.request.prediction:
                 self._predictions[state.id] = PredictedOutput(state.request.prediction)
             if state.params.grammar is not None and self._compiler is not None:
-                self._grammars[state.id] = GrammarDrafts(state.id, self._compiler.begin(state.params.grammar))
+                compiled = self._compiler.begin(state.params.grammar)
+                self._grammars[state.id] = GrammarDrafts(state.id, compiled, self._compiler.owner)
         limit = min(room, self._max_drafts, state.max_output - state.sampled - 1)
         if limit > 0 and self._lengths is not None:
             limit = min(limit, self._lengths.limit(state.id))

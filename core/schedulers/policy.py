@@ -67,9 +67,9 @@ class SchedulingPolicy(ABC, Generic[OptionsT]):
     OptionsT: the policy's own settings, an object of `options_class`; None for a policy without any.
 
     No answer, however wrong, can corrupt the cache or stop the engine. Core never changes a sequence passed to a policy
-    while the policy runs, and calls it from one thread. Where a method raises, or names a request outside the sequence
-    passed, the decision is made first come, first served: the first fault of each method is logged, every one counted
-    (EngineStats.policy_faults), and the policy is asked again for the next decision.
+    while the policy runs, and calls it from one thread. Where a method raises, or gives an invalid answer (such as a
+    request outside the sequence passed), the decision is made first come, first served: the first fault of each method
+    is logged, every one counted (EngineStats.policy_faults), and the policy is asked again for the next decision.
     """
 
     api: ClassVar[str]
@@ -88,7 +88,7 @@ class SchedulingPolicy(ABC, Generic[OptionsT]):
         """The waiting requests, next to be admitted first. now: time.monotonic(), seconds.
 
         `waiting` is in order of arrival and includes preempted requests. A request left out waits, unless nothing else
-        runs.
+        runs. To name a request twice is an invalid answer.
         """
 
     @abstractmethod

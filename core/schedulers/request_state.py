@@ -223,7 +223,10 @@ class RequestState:
         self.next_check_len = 0
 
     def append(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float) -> Output:
-        """Append sampled tokens up to the one that finishes the request, and return them as an Output."""
+        """Append sampled tokens up to the one that finishes the request, and return them as an Output.
+
+        Where no token could be sampled, `error` is yet to be set: no_token_error.
+        """
         kept, reason = self._until_stop(tokens)
         prompt_logprobs = tuple(self.prompt_logprobs) if self.wants_prompt_logprobs and reason != FINISH_ERROR else None
         self.output += kept
@@ -242,7 +245,6 @@ class RequestState:
             finish_reason=reason,
             stop_token=kept[-1] if reason == FINISH_STOP else None,
             cached_tokens=self.cached_tokens,
-            error=self._not_finite() if reason == FINISH_ERROR else None,
             times=self._times(now) if first or reason else None,
             num_tokens=len(self.output) if reason else 0,
             preemptions=self.preemptions if reason else 0,
@@ -262,18 +264,6 @@ class RequestState:
             if count == self.max_output:
                 return tokens[:index], FINISH_LENGTH
         return tokens, None
-
-    def _not_finite(self) -> str:
-        if self.params.grammar is not None:
-            return (
-                f"request {self.id}: no token may follow after {len(self.output)} tokens of output:"
-                " the grammar has become too complex (the log says so), or the logits are not finite"
-            )
-        return (
-            f"request {self.id}: the logits after {len(self.tokens)} tokens are not finite (NaN or infinite), "
-            "so no token can be sampled; the weights may be damaged, or the numbers outgrow this dtype: try bfloat16 "
-            "or float32"
-        )
 
     def _times(self, now: float) -> RequestTimes:
         assert self.scheduled_at is not None

@@ -15,18 +15,17 @@ def check_result(step: Step, result: StepResult) -> None:
     for rows in (result.tokens, result.logprobs or result.tokens):
         if len(rows) != step.iterations or any(len(row) != columns for row in rows):
             raise ExecutorError(
-                f"the result of step {step.id} does not hold {step.iterations} rows of {columns} tokens; "
-                "the executor is at fault"
+                f"the result of step {step.id} does not hold {step.iterations} rows of {columns} tokens"
             )
     if result.proposals and not _proposals_fit(step, result, columns):
         raise ExecutorError(
             f"the result of step {step.id} does not hold up to {step.propose} proposed tokens for each of"
-            f" {columns + len(step.drafts)} sequences; the executor is at fault"
+            f" {columns + len(step.drafts)} sequences"
         )
     if (step.drafts or result.verified) and not _drafts_fit(step, result):
         raise ExecutorError(
             f"the result of step {step.id} does not hold the drafts accepted in each of {len(step.drafts)} slices, and "
-            "one token after them; the executor is at fault"
+            "one token after them"
         )
 
 

@@ -30,6 +30,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from engine.core.errors import ExecutorError, InvalidRequestError
 from engine.core.histogram import PREEMPTIONS_BOUNDS, STEP_TOKENS_BOUNDS, Histogram
 from engine.core.profiling.live import StepMeter
@@ -37,6 +39,7 @@ from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.cache_metrics import CacheMetrics
 from engine.core.schedulers.checked_policy import CheckedPolicy
 from engine.core.schedulers.drafting import Drafting
+from engine.core.schedulers.no_token import no_token_error
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.queues import Queues
 from engine.core.schedulers.request_intake import RequestIntake
@@ -82,9 +85,9 @@ class Scheduler:
     max_batch_tokens: maximum tokens per step (per iteration of a multi-step step). max_running: maximum sequences per
     step. max_len: maximum context, prompt and output together. eos_tokens: the model's end-of-sequence tokens. meter:
     counts what each planned step computes; None: nothing is counted. speculator: proposes drafts; None: there are none.
-    draft_lengths: chooses how many drafts are verified; None: all are. grammars: the compiled grammars, which drafts
-    must match; None: drafts are not checked. unknown_sequences: sequences that the runner has but that belong to no
-    request.
+    draft_lengths: chooses how many drafts are verified; None: all are. grammars: compiles the grammars of requests,
+    which drafts must match; None: drafts are not checked. unknown_sequences: sequences that the runner has but that
+    belong to no request. not_built_in: Parts.not_built_in.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Scheduler:
         draft_lengths: DraftLengths | None = None,
         grammars: Grammars | None = None,
         unknown_sequences: Iterable[int] = (),
+        not_built_in: str = "",
     ) -> None:
         """cache_metrics: the metrics that observe `blocks`; None: the cache is not measured."""
         self._counter = StepCounter()
@@ -120,6 +124,8 @@ class Scheduler:
             self._drafting = Drafting(
                 speculator, self._queues, draft_lengths, grammars, max_batch_tokens=max_batch_tokens
             )
+        self._grammars = grammars
+        self._not_built_in = not_built_in
         self._queues.forget(unknown_sequences)
         self._intake = RequestIntake(
             blocks,
@@ -349,9 +355,7 @@ class Scheduler:
     def _pop_in_flight(self, step: Step, result: StepResult) -> _InFlight:
         """Remove and return the oldest step in flight, after checking that `result` belongs to it and has its shape."""
         if not self._in_flight or not step.id == result.step == self._in_flight[0].step.id:
-            raise ExecutorError(
-                f"the result of step {result.step} came out of order, for step {step.id}; the executor is at fault"
-            )
+            raise ExecutorError(f"the result of step {result.step} came out of order, for step {step.id}")
         check_result(step, result)
         self._counter.steps_committed = step.id
         return self._in_flight.popleft()
@@ -417,6 +421,9 @@ class Scheduler:
         self._generation_tokens += len(output.tokens)
         if output.finish_reason == FINISH_ERROR:
             self._blocks.unregister(state.tokens, state.chain)
+            owner = "the grammar" if self._grammars is None else self._grammars.owner
+            error = no_token_error(state, grammar_owner=owner, not_built_in=self._not_built_in)
+            output = msgspec.structs.replace(output, error=error)
         elif state.sequence:  # the last token is not computed yet
             self._blocks.register(state.sequence, state.tokens, state.chain, state.prompt_len + len(state.output) - 1)
         if output.finish_reason is not None:

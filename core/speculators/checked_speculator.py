@@ -9,7 +9,7 @@ from typing import Any
 from engine.core.plugin_host.counted_faults import CountedFaults, InvalidAnswerError
 from engine.core.plugin_host.faults import blame, expect
 from engine.core.plugin_host.installed import OBJECT, describe_plugin
-from engine.core.speculators.base import SpeculatedSequence, Speculator
+from engine.core.speculators.base import SpeculatedSequence, Speculator, SpeculatorSpec
 
 _log = logging.getLogger(__name__)
 _REHEARSAL = "rehearsal"
@@ -24,11 +24,12 @@ class CheckedSpeculator:
     learns: whether the speculator overrides `accepted`; otherwise `accepted` need not be called.
     """
 
-    def __init__(self, speculator: Speculator[Any]) -> None:
-        self.spec = speculator.spec
+    def __init__(self, speculator: Speculator[Any], spec: SpeculatorSpec) -> None:
+        """spec: what the speculator was made for."""
+        self.spec = spec
         self._speculator = speculator
         self._propose = speculator.propose
-        self._vocab_size = speculator.spec.vocab_size
+        self._vocab_size = spec.vocab_size
         cls = type(speculator)
         self._owner: str = getattr(cls, "plugin_owner", describe_plugin("speculator", cls.__qualname__, OBJECT))
         metric = "engine_speculator_faults_total"

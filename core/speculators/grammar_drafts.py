@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 from engine.core.errors import EngineError
 from engine.core.grammars.base import CompiledGrammar, GrammarMatcher
+from engine.core.plugin_host.faults import raise_interrupt
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +26,11 @@ class GrammarDrafts:
     After a failure of the grammar nothing is proposed for the request any more.
     """
 
-    def __init__(self, request_id: str, compiled: Future[CompiledGrammar]) -> None:
-        """compiled: until it is done, proposals are left as they are."""
+    def __init__(self, request_id: str, compiled: Future[CompiledGrammar], owner: str) -> None:
+        """compiled: until it is done, proposals are left as they are. owner: the plugin that compiled it, as errors
+        name it."""
         self._request_id = request_id
+        self._owner = owner
         self._compiled = compiled
         self._matcher: GrammarMatcher | None = None
         self._known = 0
@@ -54,8 +57,15 @@ class GrammarDrafts:
             return proposal
         try:
             return self._choose(output, proposal, limit)
-        except Exception as error:  # of a library, or of a grammar that has become too complex
-            log.warning("nothing is proposed any more for request %s, whose grammar fails: %s", self._request_id, error)
+        except BaseException as error:  # of a plugin, or of a grammar that has become too complex
+            raise_interrupt(error)
+            log.warning(
+                "nothing is proposed any more for request %s, whose grammar, of %s, fails: %s",
+                self._request_id,
+                self._owner,
+                error if isinstance(error, EngineError) else f"{type(error).__name__}: {error}",
+                exc_info=None if isinstance(error, EngineError) else error,
+            )
             self._failed = True
             return ()
 

@@ -33,6 +33,10 @@ READ_AHEAD_BYTES = 512 << 20
 """Bytes of tensors (512 MiB) that are read ahead of the layer being filled. A larger layer is read alone."""
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in total, on this rank."""
+Owners = Callable[[], Mapping[str, str]]
+"""Returns how errors name the plugins that ask for tensors, by the tensor's name; the model asks for the others."""
+MODEL = "the model"
+"""How errors name what asks for a tensor that is no plugin's."""
 
 
 class WeightSource(ABC):
@@ -50,10 +54,13 @@ class WeightSource(ABC):
         """
 
     @abstractmethod
-    def check(self, specs: Mapping[str, TensorSpec], ignored: Sequence[str]) -> Mapping[str, int]:
+    def check(
+        self, specs: Mapping[str, TensorSpec], ignored: Sequence[str], owners: Owners = dict
+    ) -> Mapping[str, int]:
         """Check, before any tensor is read, that the source has all of `specs` and else only names matching `ignored`.
 
         Returns the bytes of each tensor, without absent optional ones. Raises CheckpointError if the check fails.
+        owners: called for such an error.
         """
 
     def check_tied(self, tied: Mapping[str, str]) -> None:  # noqa: B027  (a default)
@@ -82,7 +89,7 @@ def load_weights(
     source.rename(layers.former_prefixes)
     sizes = {
         name: _rank_bytes(name, wanted[name], size, layers.rank, layers.ranks)
-        for name, size in source.check(wanted, layers.ignored).items()
+        for name, size in source.check(wanted, layers.ignored, lambda: _owners(layers)).items()
         if wanted[name].only_rank in (None, layers.rank)
     }
     done, total = 0, sum(sizes.values())
@@ -101,6 +108,11 @@ def load_weights(
             if on_progress is not None:
                 on_progress(done, total)
         checked.result()
+
+
+def _owners(layers: LayerFactory) -> Mapping[str, str]:
+    """How errors name the plugins that ask for tensors of layers, by the tensor's name."""
+    return {name: owner for layer in layers.layers for name, owner in layer.tensor_owners.items()}
 
 
 class _ReadAhead:
@@ -163,15 +175,22 @@ class SafetensorsSource(WeightSource):
         """As WeightSource.rename, for prefixes that no tensor has."""
         self._prefixes = FormerPrefixes(former, self._file_of)
 
-    def check(self, specs: Mapping[str, TensorSpec], ignored: Sequence[str]) -> Mapping[str, int]:
+    def check(
+        self, specs: Mapping[str, TensorSpec], ignored: Sequence[str], owners: Owners = dict
+    ) -> Mapping[str, int]:
         """Check names, shapes and dtypes against the files' headers."""
         stored = {name: self._in_file(stored_tensor(name, spec)) for name, spec in specs.items()}
-        missing = sorted(
-            {stored[name] for name, spec in specs.items() if not spec.optional and stored[name] not in self._file_of}
-        )
+        missing = {
+            name: stored[name]
+            for name, spec in specs.items()
+            if not spec.optional and stored[name] not in self._file_of
+        }
         if missing:
+            names, owner_of = sorted(set(missing.values())), owners()
+            askers = sorted({owner_of.get(name, MODEL) for name in missing})
             raise CheckpointError(
-                f"{self._directory} lacks {len(missing)} tensor(s) that the model needs: {listed(missing)};"
+                f"{self._directory} lacks {len(names)} tensor(s) that {' and '.join(askers)}"
+                f" {'needs' if len(askers) == 1 else 'need'}: {listed(names)};"
                 f" it has {len(self._file_of)} in {listed(sorted(self._files))}"
             )
         wanted = set(stored.values())
@@ -184,11 +203,17 @@ class SafetensorsSource(WeightSource):
             )
         ]
         if left_over:
+            others = sorted(set(owners().values()))
+            know = f"neither {' nor '.join([MODEL, *others])} knows" if others else f"{MODEL} does not know"
             raise CheckpointError(
-                f"{self._directory} has {len(left_over)} tensor(s) that the model does not know: {listed(left_over)};"
+                f"{self._directory} has {len(left_over)} tensor(s) that {know}: {listed(left_over)};"
                 " config.json or the architecture may not be those of these weights"
             )
-        return {name: self._check(stored[name], spec) for name, spec in specs.items() if stored[name] in self._file_of}
+        return {
+            name: self._check(name, stored[name], spec, owners)
+            for name, spec in specs.items()
+            if stored[name] in self._file_of
+        }
 
     def check_tied(self, tied: Mapping[str, str]) -> None:
         """Compares the stored bytes."""
@@ -268,18 +293,23 @@ class SafetensorsSource(WeightSource):
             )
         return file_of
 
-    def _check(self, name: str, spec: TensorSpec) -> int:
-        stored = self._files[self._file_of[name]].tensors[name]
+    def _check(self, name: str, in_file: str, spec: TensorSpec, owners: Owners) -> int:
+        """The bytes of a tensor. Raises CheckpointError if its shape or type is unexpected. in_file: its name there."""
+        stored = self._files[self._file_of[in_file]].tensors[in_file]
         shape, dtype = stored.shape, stored.dtype
         expected = _stored_shape(spec)
-        where = f"tensor {name} in {self._directory / self._file_of[name]}"
+        where = f"tensor {in_file} in {self._directory / self._file_of[in_file]}"
         fits = (math.prod(shape) == 1 and expected == ONE) or (
             len(shape) == len(expected) and all(want in (-1, size) for want, size in zip(expected, shape, strict=True))
         )
         if not fits:
-            raise CheckpointError(f"{where} has shape {list(shape)}; the model expects {list(expected)}")
+            raise CheckpointError(
+                f"{where} has shape {list(shape)}; {owners().get(name, MODEL)} expects {list(expected)}"
+            )
         if dtype not in spec.dtypes:
-            raise CheckpointError(f"{where} is of type {dtype}; the model expects {' or '.join(spec.dtypes)}")
+            raise CheckpointError(
+                f"{where} is of type {dtype}; {owners().get(name, MODEL)} expects {' or '.join(spec.dtypes)}"
+            )
         return _nbytes(shape if spec.stored_in is None else spec.shape, dtype)
 
 
@@ -289,7 +319,9 @@ class DummySource(WeightSource):
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
 
-    def check(self, specs: Mapping[str, TensorSpec], ignored: Sequence[str]) -> Mapping[str, int]:
+    def check(
+        self, specs: Mapping[str, TensorSpec], ignored: Sequence[str], owners: Owners = dict
+    ) -> Mapping[str, int]:
         """All tensors but optional ones exist, in the first dtype that their specs accept."""
         unknown = [name for name, spec in specs.items() if not spec.optional and -1 in spec.shape]
         if unknown:

@@ -73,7 +73,7 @@ class UniprocExecutor(Executor):
         except EngineError:
             raise
         except Exception as error:  # torch's, out of memory included, and those of kernel compilers
-            self._failure = f"step {step.id} failed on {self._device.torch_name}: {error}"
+            self._failure = f"step {step.id} failed on {self._device.torch_name}: {type(error).__name__}: {error}"
             raise ExecutorError(self._failure) from error
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> list[Any]:
@@ -87,7 +87,7 @@ class UniprocExecutor(Executor):
             self._failure = str(error)
             raise
         except RuntimeError as error:
-            self._failure = f"a step before {name} failed on {self._device.torch_name}: {error}"
+            self._failure = f"a step before {name} failed on {self._device.torch_name}: {type(error).__name__}: {error}"
             raise ExecutorError(self._failure) from error
 
     def check(self) -> Health:

@@ -19,6 +19,7 @@ from engine.server.front_end.errors import ApiError
 from engine.server.front_end.request_group import OutputEvent, RequestGroup
 from engine.server.front_end.request_trace import GenerationTrace
 from engine.server.http.parsed_output import OutputFormat, ParsedOutput
+from engine.server.http.parser_faults import parser_faults
 
 SLICE_SECONDS = 0.005
 """Seconds of work on one request after which other streams get their turns."""
@@ -329,10 +330,13 @@ class Generation:
 
     def _begin_parsing(self, choice: int) -> frozenset[int]:
         """Begin to parse a choice's output, if outputs are parsed; return the special tokens that stay in its text."""
-        parsing = self._format.begin() if self._format is not None else None
-        if self._format is None or parsing is None:
+        if self._format is None:
             return frozenset()
-        self._parsed[choice] = ParsedOutput(parsing, one_call=self._format.one_call)
+        with parser_faults(self._format.owner, "begin"):
+            parsing = self._format.begin()
+        if parsing is None:
+            return frozenset()
+        self._parsed[choice] = ParsedOutput(parsing, one_call=self._format.one_call, owner=self._format.owner)
         return self._format.keep
 
     def _stop(self, choice: int) -> str:

@@ -11,9 +11,11 @@ from attrs import frozen
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars import Grammar, check_length
 from engine.core.parsers import OutputRules
+from engine.core.plugin_host import owner_of
 from engine.core.protocols import Conversation, FunctionTool
 from engine.server.http.errors import invalid
 from engine.server.http.parsed_output import OutputFormat
+from engine.server.http.parser_faults import parser_faults
 from engine.server.http.service import Service
 
 
@@ -63,6 +65,7 @@ def _planned(service: Service, conversation: Conversation, tools: Sequence[Mappi
         begin=partial(parser.begin, prompt, tools),
         keep=service.parser_tokens,
         one_call=not conversation.parallel_calls,
+        owner=owner_of(type(parser)),
     )
     chosen = rules.choice.forced or rules.choice.allowed is not None
     param = names.tool_choice if chosen else names.tools if content is None else names.grammar
@@ -75,7 +78,8 @@ def _planned(service: Service, conversation: Conversation, tools: Sequence[Mappi
             raise invalid(f"{names.grammar} cannot be combined with tools: {who}, so no grammar can allow them", param)
         return Output(grammar=content, grammar_parameter=param, format=parsed if content is None else None)
     try:
-        grammar = parser.grammar(rules)
+        with parser_faults(parsed.owner, "grammar"):
+            grammar = parser.grammar(rules)
     except InvalidRequestError as error:
         found = {"tools": names.tools, "tool_choice": param}.get(error.parameter or "", param)
         raise invalid(str(error), found) from None

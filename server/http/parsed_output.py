@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from attrs import frozen
 
 from engine.core.parsers import CallEnd, Event, Parsing
+from engine.server.http.parser_faults import raise_parser_fault
 
 
 @frozen(kw_only=True)
@@ -19,13 +20,17 @@ class OutputFormat:
     """Special tokens that stay in the text, for the parser."""
     one_call: bool = False
     """Whether the output ends with its first tool call."""
+    owner: str
+    """How errors name the parser's plugin."""
 
 
 class ParsedOutput:
     """The output of one choice."""
 
-    def __init__(self, parsing: Parsing, *, one_call: bool) -> None:
+    def __init__(self, parsing: Parsing, *, one_call: bool, owner: str) -> None:
+        """owner: how errors name the parser's plugin."""
         self._parsing = parsing
+        self._owner = owner
         self._one_call = one_call
         self.reasoning_tokens = 0
         """Tokens so far after which the text was within reasoning."""
@@ -33,19 +38,28 @@ class ParsedOutput:
         """Whether there are no more events: after the end, or after the only call that is wanted."""
 
     def feed(self, text: str, tokens: int) -> list[Event]:
-        """The events of the text of that many further tokens."""
+        """The events of the text of that many further tokens. Raises ApiError if the parser fails."""
         if self.ended:
             return []
-        events = self._up_to_call(self._parsing.feed(text) if text else ())
-        if self._parsing.reasoning:
-            self.reasoning_tokens += tokens
+        try:
+            events = self._up_to_call(self._parsing.feed(text) if text else ())
+            if self._parsing.reasoning:
+                self.reasoning_tokens += tokens
+        except BaseException as error:
+            raise_parser_fault(self._owner, "feed", error)
         return events
 
     def end(self, *, by_model: bool = False) -> list[Event]:
-        """The remaining events. by_model: whether the model itself has ended the output."""
+        """The remaining events. by_model: whether the model itself has ended the output.
+
+        Raises ApiError if the parser fails.
+        """
         if self.ended:
             return []
-        events = self._up_to_call(self._parsing.end_by_model() if by_model else self._parsing.end())
+        try:
+            events = self._up_to_call(self._parsing.end_by_model() if by_model else self._parsing.end())
+        except BaseException as error:
+            raise_parser_fault(self._owner, "end", error)
         self.ended = True
         return events
 

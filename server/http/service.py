@@ -16,6 +16,7 @@ from attrs import frozen
 from engine.core.config import EngineConfig, ServerConfig, served_name
 from engine.core.errors import InvalidRequestError
 from engine.core.parsers import Parser
+from engine.core.plugin_host import owner_of
 from engine.core.protocols import json_size
 from engine.core.text import TokenCache, Tokenizer
 from engine.core.tokens import Tokens
@@ -26,6 +27,7 @@ from engine.server.front_end.request_trace import Tracer
 from engine.server.http.call_arguments import with_arguments, with_objects
 from engine.server.http.errors import ErrorBody, invalid
 from engine.server.http.messages import Message, template_message
+from engine.server.http.parser_faults import parser_faults
 from engine.server.http.text_threads import TextThreads
 from engine.server.metrics.reports import EngineReport, Route
 from engine.server.shared.heartbeat import Fault
@@ -121,7 +123,10 @@ class Service:
 
     def new_call_id(self) -> str:
         """An id for a tool call to which the model has given none, in the model's format."""
-        return f"call_{uuid.uuid4().hex}" if self.parser is None else self.parser.new_call_id()
+        if self.parser is None:
+            return f"call_{uuid.uuid4().hex}"
+        with parser_faults(owner_of(type(self.parser)), "new_call_id"):
+            return self.parser.new_call_id()
 
     def engine_reports(self) -> Sequence[EngineReport]:
         """State and statistics of each replica, for /metrics."""
@@ -289,13 +294,14 @@ class Service:
 
     @property
     def chat_template(self) -> str:
-        """Source of the chat template, the one for tools if there are several; empty if it is not known."""
-        return self.parser.templates.chat if self.parser is not None else ""
+        """Source of the chat template, the one for tools if there are several; empty if there is none."""
+        return self.tokenizer.templates.chat
 
     def render(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
         """Render a conversation. given: arguments of Tokenizer.render_chat. Raises InvalidRequestError."""
         if self.parser is not None:
-            messages = [self.parser.template_message(message) for message in messages]
+            with parser_faults(owner_of(type(self.parser)), "template_message"):
+                messages = [self.parser.template_message(message) for message in messages]
         return self.tokenizer.render_chat(messages, **given)
 
     def _encode_chat(

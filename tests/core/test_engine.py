@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -390,11 +391,34 @@ def test_close_is_final_and_may_be_repeated(checkpoint: Path) -> None:
     assert not engine.check().ok
 
 
+def test_close_ends_all_else_when_the_executor_cannot_be_shut_down(caplog: pytest.LogCaptureFixture) -> None:
+    ended: list[str] = []
+
+    def part(name: str, **members: Any) -> Any:
+        return SimpleNamespace(close=lambda: ended.append(name), **members)
+
+    engine: Any = Engine.__new__(Engine)
+    engine._closed = False
+    engine._loop = part("loop", failure="", forget=lambda: None)
+    engine._traces, engine._async, engine._grammars, engine._kv_events = map(
+        part, ("traces", "async", "grammars", "kv")
+    )
+    engine.parts = part("parts", owner=lambda point: f"{point} 'mine' of engine-mine 0.4")
+    engine.plugins = part("plugins", notify=lambda hook, engine: ended.append(hook))
+    engine._executor = part("executor", shutdown=lambda: 1 / 0)
+    engine.close()
+    assert ended == ["traces", "async", "grammars", "kv", "engine_stopped"]
+    [record] = caplog.records
+    assert record.message == "executors 'mine' of engine-mine 0.4 failed in shutdown(); what it holds may not be freed"
+    assert record.exc_info is not None
+
+
 def test_failed_start_shuts_the_executor_down(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shut = []
 
     def shutdown(executor: UniprocExecutor) -> None:
         shut.append(executor)
+        raise RuntimeError("must not hide the error of the start")
 
     monkeypatch.setattr(build_step_loop, "Scheduler", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(UniprocExecutor, "shutdown", shutdown)

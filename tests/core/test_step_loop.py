@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.errors import ExecutorError
+from engine.core.errors import ExecutorError, StepFaultError
 from engine.core.step_loop import StepLoop
 from engine.core.types import Output, Step, StepResult
 
@@ -22,6 +22,8 @@ class Events:
         self.count = 0
         self.interrupt = False
         self.error: Exception | None = None
+        self.result: object = None
+        self.refusal: Exception | None = None
 
     def needs_result(self) -> bool:
         return self.wanted
@@ -39,6 +41,8 @@ class Events:
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
         self.calls.append(f"commit {step.id}")
+        if self.refusal is not None:
+            raise self.refusal
         return [Output(request=str(step.id))]
 
     def take_begun(self) -> tuple[()]:
@@ -49,9 +53,11 @@ class Pending:
     def __init__(self, events: Events, step: int) -> None:
         self.events, self.step = events, step
 
-    def result(self) -> StepResult:
+    def result(self) -> Any:
         if self.events.error is not None:
             raise self.events.error
+        if self.events.result is not None:
+            return self.events.result
         return StepResult(step=self.step, tokens=((7,),))
 
 
@@ -122,3 +128,29 @@ def test_failed_step_leaves_a_reason() -> None:
     with pytest.raises(ExecutorError, match="the device is gone"):
         loop.step()
     assert loop.failure == "the device is gone"
+
+
+@pytest.mark.parametrize(
+    ("result", "refusal", "wrong"),
+    [
+        (StepResult, None, "<class '.*StepResult'>, not a StepResult"),
+        (7, None, "7, not a StepResult"),
+        (None, ExecutorError("the result of step 1 came out of order"), "the result of step 1 came out of order"),
+    ],
+)
+def test_executor_is_named_when_its_result_is_wrong(result: object, refusal: Exception | None, wrong: str) -> None:
+    events = Events()
+    events.result, events.refusal = result, refusal
+    loop = make(events, steps_ahead=0)
+    with pytest.raises(StepFaultError, match=rf"^executor returned a wrong result from result\(\): {wrong}$") as caught:
+        loop.step()
+    assert loop.failure == str(caught.value)
+
+
+def test_error_of_a_commit_stays_as_it_is_when_the_result_is_right() -> None:
+    events = Events()
+    events.refusal = KeyError("tide")
+    loop = make(events, steps_ahead=0)
+    with pytest.raises(KeyError, match="tide"):
+        loop.step()
+    assert loop.failure == "KeyError: 'tide'"

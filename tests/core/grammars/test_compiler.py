@@ -25,7 +25,7 @@ class Nothing(CompiledGrammar):
 
 
 class Backend(GrammarBackend[None]):
-    """Compiles `hold` when let go, refuses `no`, and breaks on `bug`."""
+    """Compiles `hold` when let go, refuses `no`, and breaks on `bug` and `exit`."""
 
     api = "1"
     kinds = frozenset({"regex"})
@@ -45,6 +45,8 @@ class Backend(GrammarBackend[None]):
             raise InvalidRequestError("not this one", "grammar")
         if grammar.source == "bug":
             raise KeyError("tide")
+        if grammar.source == "exit":
+            raise SystemExit(3)
         if grammar.source.startswith("hold"):
             self.begun.release()
             self.let_go.wait()
@@ -143,9 +145,10 @@ def test_a_refusal_is_raised_again(make: Make, compile_it: Compile) -> None:
 
 
 @both
-def test_a_fault_names_the_plugin(make: Make, compile_it: Compile) -> None:
-    with pytest.raises(PluginError, match=r"grammar 'mine' failed in compile\(\): KeyError: 'tide'"):
-        compile_it(make(), Grammar.regex("bug"))
+@pytest.mark.parametrize(("source", "fault"), [("bug", "KeyError: 'tide'"), ("exit", "SystemExit: 3")])
+def test_a_fault_names_the_plugin(make: Make, compile_it: Compile, source: str, fault: str) -> None:
+    with pytest.raises(PluginError, match=rf"grammar 'mine' failed in compile\(\): {fault}"):
+        compile_it(make(), Grammar.regex(source))
 
 
 def test_a_grammar_in_progress_is_not_ready_and_few_are_compiled_at_a_time(make: Make) -> None:

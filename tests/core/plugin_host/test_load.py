@@ -384,3 +384,17 @@ def test_a_broken_extra_plugin_raises_at_once() -> None:
 
     with pytest.raises(PluginError, match="'Broken' of object could not be loaded: TypeError: wrong inside"):
         load_plugins(extra=[Broken()])
+
+
+def test_a_plugin_that_fails_to_load_names_the_line_of_its_own_code(install: Install, tmp_path: Path) -> None:
+    install("engine-torn", "0.4", "\nlimit = 3\n@limit.validator\ndef check(): pass\n", entry="torn")
+    [failure] = [one for one in load_plugins(quiet=True).failures if one.plugin.name == "torn"]
+    place = f"({tmp_path / 'engine_torn_module.py'}, line 3)"
+    wrong = "AttributeError: 'int' object has no attribute 'validator'"
+    assert str(failure) == f"plugin 'torn' of engine-torn 0.4 could not be loaded: {wrong} {place}"
+
+
+def test_a_plugin_whose_module_does_not_exist_names_no_line(install: Install) -> None:
+    install("engine-gone", "0.4", "", entry="gone", target="no_such_module")
+    [failure] = [one for one in load_plugins(quiet=True).failures if one.plugin.name == "gone"]
+    assert str(failure).endswith("could not be loaded: ModuleNotFoundError: No module named 'no_such_module'")

@@ -85,6 +85,14 @@ class Outdated(Complete):
     api = "0"
 
 
+class NoVersion(Complete):
+    api = None
+
+
+class NumberedVersion(Complete):
+    api = 2
+
+
 class Dictionary(Complete):
     options_class = dict
 
@@ -119,16 +127,21 @@ class NoPageSize(Complete):
     [
         (lambda: Incomplete, "lacks __init__, forward, refuses of engine.core.attention.AttentionBackend"),
         (lambda: Outdated, r"api = '0', but this engine has version '2' \(and accepts '1'\)"),
+        (
+            lambda: NoVersion,
+            "is NoVersion without api; put api = '2' into the class, the version of .*AttentionBackend",
+        ),
+        (lambda: NumberedVersion, "is NumberedVersion with api = 2; put api = '2' into the class, .* as text"),
         (lambda: Dictionary, "is not an attrs class"),
         (lambda: MadeOptions, "is not an attrs class"),
         (lambda: OtherLayout, "kv_layout = 'HND', but the KV cache is laid out as NHD only"),
         (lambda: MisspeltGraphs, "graphs = 'decodes'; it must be one of none, decode, any"),
         (lambda: OnePageSize, "block_sizes = 16; it must be a tuple of numbers"),
         (lambda: NoPageSize, "must be a tuple of numbers"),
-        (lambda: sys.exit(3), "could not be imported: SystemExit: 3"),
+        (lambda: sys.exit(3), r"could not be imported: SystemExit: 3 \(.*test_registry\.py, line \d+\)$"),
         (lambda: dict, "not a subclass of engine.core.attention.AttentionBackend"),
         (lambda: 3, "not a subclass"),
-        (lazy("no_such_module:Thing"), "could not be imported: ModuleNotFoundError"),
+        (lazy("no_such_module:Thing"), "could not be imported: ModuleNotFoundError: No module named 'no_such_module'$"),
         (lazy("math:pi"), "could not be imported: TypeError"),
     ],
 )

@@ -31,11 +31,12 @@ from engine.core.hooks import hookimpl
 from engine.core.models.base import KVShape, Model, ModelSpec
 from engine.core.plugin_host.cache_groups import cache_layout
 from engine.core.plugin_host.derived import attention_spec, max_len, resolve_dtype, resolve_kv_dtype, use_graphs
+from engine.core.plugin_host.extension_points import EXTENSION_POINTS
 from engine.core.plugin_host.installed import PluginInfo
 from engine.core.plugin_host.load import load_plugins
 from engine.core.plugin_host.questions import model_question
 from engine.core.plugin_host.registry import Plugins
-from engine.core.plugin_host.selection import Parts, check_names, find_quant, resolve
+from engine.core.plugin_host.selection import ChosenPlugin, Parts, check_names, find_quant, resolve
 from engine.core.quant.base import QuantMethod
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.speculators.base import Speculator, SpeculatorSpec
@@ -227,6 +228,21 @@ def test_auto_passes_over_a_class_that_cannot_be_imported_or_crashes() -> None:
     reason = chosen(parts, "quant")[1]
     for part in ("no such library", "ZeroDivisionError: crash", "it must be a sentence or None"):
         assert part in reason
+
+
+@pytest.mark.parametrize("section", ["model", "attention", "quant", "scheduler", "executor", "speculator"])
+@pytest.mark.parametrize("answer", ["", True])
+def test_an_answer_of_refuses_that_is_no_sentence_is_an_error(section: str, answer: object) -> None:
+    [point] = [point for point in EXTENSION_POINTS if point.section == section]
+    vague = concrete(point.contract, refuses=refusing(answer), spec=classmethod(lambda cls, config: SHAPE))
+    plugins = registry((point.name, "vague", vague, 1))
+    named: Any = {section: evolve(getattr(EngineConfig(), section), name="vague")}
+    message = rf"^{section} 'vague' .* answers refuses\(\) with {answer!r}; it must be a sentence or None$"
+    with pytest.raises(PluginError, match=message):
+        resolve(EngineConfig(**named), plugins, CPU, {})
+    if section != "speculator":
+        with pytest.raises(PluginError, match=rf"vague refuses: .* with {answer!r}; it must be a sentence or None"):
+            resolve(EngineConfig(), plugins, CPU, {})
 
 
 def test_nothing_left_for_auto_lists_every_refusal() -> None:
@@ -677,3 +693,28 @@ def test_find_quant_passes_over_methods_that_refuse() -> None:
     assert find_quant(EngineConfig(), plugins, GPU, {}).__wrapped__ is other
     with pytest.raises(PluginError, match="'picky' passed in from Python refuses: no"):
         find_quant(evolve(EngineConfig(), quant=QuantConfig(name="picky")), plugins, GPU, {})
+
+
+@pytest.mark.parametrize(
+    ("provenances", "expected"),
+    [
+        (("pluggable-llm-engine 0.1", "pluggable-llm-engine 0.1"), ""),
+        (("engine-mine 0.4", "pluggable-llm-engine 0.1"), "; not built in: attention 'a,b' of engine-mine 0.4"),
+        (
+            ("pluggable-llm-engine 0 and mine 4", "object"),
+            "; not built in: attention 'a,b' of pluggable-llm-engine 0 and mine 4, quant 'q' passed in from Python",
+        ),
+    ],
+)
+def test_parts_name_those_that_make_logits_and_are_not_built_in(provenances: tuple[str, str], expected: str) -> None:
+    attention, quant = provenances
+    made = (("attention", "a,b", attention), ("quant", "q", quant), ("schedulers", "s", "engine-fair 2"))
+    choices = tuple(
+        ChosenPlugin(extension_point=point, name=name, provenance=provenance, reason="named")
+        for point, name, provenance in made
+    )
+    nothing: Any = None
+    parts = Parts(
+        attention=nothing, quant=nothing, policy=nothing, executor=nothing, model=nothing, options={}, choices=choices
+    )
+    assert parts.not_built_in == expected

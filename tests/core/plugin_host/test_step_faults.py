@@ -228,6 +228,48 @@ def test_name_fault_returns_where_no_plugin_ran() -> None:
         name_fault(error)
 
 
+class Caller:
+    """A plugin's object whose method calls a function."""
+
+    def __init__(self, calls: Callable[[], object]) -> None:
+        self.calls = calls
+
+    def forward(self) -> None:
+        self.calls()
+
+
+@pytest.mark.parametrize(
+    ("owner", "end"),
+    [
+        ("model 'llama' of pluggable-llm-engine 0.1", "; not built in: quant 'mine' of engine-mine 0.4"),
+        ("model 'mine' of engine-mine 0.4", ""),
+    ],
+)
+def test_name_fault_says_what_is_not_built_in_when_only_built_in_plugins_ran(owner: str, end: str) -> None:
+    caller = type("Model", (Caller,), {"plugin_owner": owner})(lambda: 1 / 0)
+    try:
+        caller.forward()
+    except ZeroDivisionError as error:
+        with pytest.raises(StepFaultError) as caught:
+            name_fault(error, not_built_in="; not built in: quant 'mine' of engine-mine 0.4")
+    assert str(caught.value).startswith(f"{owner} failed in forward(): ZeroDivisionError: division by zero (")
+    assert str(caught.value).rpartition(")")[2] == end
+
+
+@pytest.mark.parametrize(("kind", "text"), [(MemoryError, ""), (torch.OutOfMemoryError, "CUDA out of memory")])
+def test_name_fault_says_once_which_plugin_raised_when_memory_lacks(kind: type[BaseException], text: str) -> None:
+    def run_out() -> None:
+        raise kind(*[text] * bool(text))
+
+    caller = type("Backend", (Caller,), {"plugin_owner": "attention 'mine' of mine 4"})(run_out)
+    with pytest.raises(kind) as caught:
+        caller.forward()
+    for _ in range(2):
+        name_fault(caught.value)
+    said = r"raised by attention 'mine' of mine 4 in forward\(\) \(.*test_step_faults.py, line \d+\)"
+    assert re.fullmatch(f"{text}; {said}" if text else said, str(caught.value))
+
+
 def test_checks_leave_nothing_between_core_and_plugin_after_the_rehearsal(make_engine: Any) -> None:
     kernel = type("Mine", (Kernel,), {})
     plugins = [

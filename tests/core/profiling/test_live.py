@@ -113,6 +113,7 @@ class Guessing(Speculator):
 def test_sums_equal_a_count_of_every_sequence_under_preemption_and_multi_step(drafts: bool) -> None:
     clock = count()
     meter = StepMeter(COST, PEAKS, clock=lambda: float(next(clock)))
+    spec = SpeculatorSpec(vocab_size=9, max_len=40, max_drafts=3)
     scheduler = Scheduler(
         Changing(),
         BlockManager(14, 4),
@@ -121,9 +122,7 @@ def test_sums_equal_a_count_of_every_sequence_under_preemption_and_multi_step(dr
         max_len=40,
         eos_tokens=frozenset({0}),
         meter=meter,
-        speculator=CheckedSpeculator(Guessing(SpeculatorSpec(vocab_size=9, max_len=40, max_drafts=3)))
-        if drafts
-        else None,
+        speculator=CheckedSpeculator(Guessing(spec), spec) if drafts else None,
     )
     recount, draw = Recount(), random.Random(1)
     in_flight: deque[Step] = deque()

@@ -33,11 +33,14 @@ def test_masks_rule_out_the_tokens_whose_bits_are_0(vocab: int) -> None:
     assert np.array_equal(apply_masks(logits, masks).numpy(), expected)
 
 
+OWNER = "grammar 'Fails' passed in from Python"
+
+
 class Fails(GrammarBackend[None]):
     """Allows every token, and fails as the grammar says after as many tokens."""
 
     api = "1"
-    kinds = frozenset({"mask", "accept", "matcher"})
+    kinds = frozenset({"complex", "mask", "accept", "refuse", "matcher", "exit"})
 
     def __init__(self, vocabulary: GrammarVocabulary, options: None) -> None:
         pass
@@ -65,39 +68,56 @@ class FailingMatcher(GrammarMatcher):
         return False
 
     def fill_mask(self, mask: npt.NDArray[np.int32]) -> None:
-        if self.kind == "mask" and self.left == 0:
-            raise InvalidRequestError("this is too complex")
+        if self.left == 0:
+            self.fail()
         mask[:] = -1
+
+    def fail(self) -> None:
+        if self.kind == "complex":
+            raise InvalidRequestError("this is too complex")
+        if self.kind == "mask":
+            raise KeyError("tide")
+        if self.kind == "exit":
+            raise SystemExit("tide")
 
     def accept(self, token: int) -> bool:
         self.left -= 1
-        return self.kind != "accept" or self.left >= 0
+        if self.kind == "accept" and self.left < 0:
+            raise KeyError("tide")
+        return self.kind != "refuse" or self.left >= 0
 
     def rollback(self, count: int) -> None:
         raise NotImplementedError
 
 
-@pytest.mark.parametrize(
-    ("kind", "source", "tokens", "reason"),
-    [
-        ("mask", "3", 3, "this is too complex"),
-        ("accept", "3", 4, "came after 3 tokens, where it may not"),  # the mask had allowed it
-        ("matcher", "0", 0, "tide"),
-    ],
-)
+FAILURES = [
+    ("complex", 3, 3, f"sequence {{}} cannot go on by its grammar, of {OWNER}: this is too complex"),
+    ("mask", 3, 3, f"sequence {{}} cannot go on: {OWNER} failed in fill_mask(): KeyError: 'tide'"),
+    ("exit", 3, 3, f"sequence {{}} cannot go on: {OWNER} failed in fill_mask(): SystemExit: tide"),
+    ("refuse", 3, 4, "came after 3 tokens, where it may not"),  # the mask had allowed it
+    ("accept", 3, 4, f"sequence {{}} cannot go on: {OWNER} failed in accept(): KeyError: 'tide'"),
+    ("matcher", 0, 0, f"sequence {{}} cannot go on: {OWNER} failed in matcher(): KeyError: 'tide'"),
+]
+"""Kind of a grammar, after how many tokens it fails, how many tokens its request has, and what the log says."""
+
+
 @pytest.mark.parametrize("overlap", ["on", "off"])
-def test_a_grammar_that_fails_ends_its_request_alone(
-    make_engine: Callable[..., Engine], kind: str, source: str, tokens: int, reason: str, overlap: str, caplog: Any
+def test_a_grammar_that_fails_ends_its_request_alone_and_is_named(
+    make_engine: Callable[..., Engine], overlap: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine(grammar=Fails, scheduler__overlap=overlap)
     limit = SamplingParams(max_tokens=8, temperature=0.0, stop_token_ids=[])
     [free] = engine.generate([[1, 2, 3]], limit)
-    failing = SamplingParams(max_tokens=8, temperature=0.0, grammar=Grammar(kind, source))
-    broken, other = engine.generate([[4, 5, 6], [1, 2, 3]], [failing, limit])
-    assert other.token_ids == free.token_ids
-    assert (broken.finish_reason, len(broken.token_ids)) == ("error", tokens)
-    assert f"no token may follow after {tokens} tokens of output" in str(broken.error)
-    assert reason in caplog.text
+    for number, (kind, left, tokens, reason) in enumerate(FAILURES):
+        caplog.clear()
+        failing = SamplingParams(max_tokens=8, temperature=0.0, grammar=Grammar(kind, str(left)))
+        broken, other = engine.generate([[4, 5, 6], [1, 2, 3]], [failing, limit])
+        assert other.token_ids == free.token_ids
+        assert (broken.finish_reason, len(broken.token_ids)) == ("error", tokens)
+        assert f"no token may follow after {tokens} tokens of output: {OWNER} cannot go on" in str(broken.error)
+        [record] = caplog.records
+        assert reason.format(2 + 2 * number) in record.message
+        assert ("tide" in reason) == (record.exc_info is not None)
     assert engine.generate([[1, 2, 3]], limit)[0].token_ids == free.token_ids
 
 

@@ -34,7 +34,7 @@ def policy(**answers: Callable[..., Any]) -> Policy:
 
 
 def make_scheduler(
-    chosen: SchedulingPolicy | None = None, *, num_blocks: int = 100, prefix_caching: bool = True, **limits: int
+    chosen: SchedulingPolicy | None = None, *, num_blocks: int = 100, prefix_caching: bool = True, **limits: Any
 ) -> Scheduler:
     return Scheduler(
         chosen or Policy(),

@@ -70,4 +70,4 @@ class Failing(Random):
 
 def checked(speculator: type[Speculator], max_drafts: int) -> CheckedSpeculator:
     spec = SpeculatorSpec(vocab_size=VOCABULARY, max_len=1000, max_drafts=max_drafts)
-    return CheckedSpeculator(speculator(spec))
+    return CheckedSpeculator(speculator(spec), spec)

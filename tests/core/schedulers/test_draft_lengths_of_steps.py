@@ -21,7 +21,7 @@ def make(measured: list[tuple[int, float]], max_drafts: int = 4) -> tuple[Schedu
         Policy(),
         BlockManager(100, BLOCK_SIZE),
         eos_tokens=frozenset({EOS}),
-        speculator=CheckedSpeculator(speculator),
+        speculator=CheckedSpeculator(speculator, speculator.spec),
         draft_lengths=lengths,
         max_batch_tokens=64,
         max_running=8,

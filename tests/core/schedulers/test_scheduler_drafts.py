@@ -66,7 +66,7 @@ def make(
         chosen or Policy(),
         BlockManager(num_blocks, BLOCK_SIZE),
         eos_tokens=frozenset({EOS}),
-        speculator=CheckedSpeculator(speculator),
+        speculator=CheckedSpeculator(speculator, speculator.spec),
         grammars=grammars,
         **{"max_batch_tokens": 64, "max_running": 8, "max_len": 1000, **limits},
     )
@@ -197,7 +197,7 @@ class Compiled(CompiledGrammar, Grammars):
     """A grammar, and what compiles it."""
 
     def __init__(self) -> None:
-        pass
+        self.owner = "grammar 'forcing' of engine-forcing 0.4"
 
     def matcher(self) -> GrammarMatcher:
         return Forcing()

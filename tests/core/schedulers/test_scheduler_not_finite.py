@@ -13,7 +13,7 @@ from .scheduling import commit, finish, make_scheduler, plan, policy, request, t
 
 @pytest.mark.parametrize("generated", [0, 1, 5])
 def test_a_request_without_a_token_ends_with_an_error_and_the_others_go_on(generated: int) -> None:
-    scheduler = make_scheduler()
+    scheduler = make_scheduler(not_built_in="; not built in: attention 'mine' of engine-mine 0.4")
     for name in "abc":
         scheduler.add(request(name, 9, max_tokens=8, min_tokens=3))
     for _ in range(generated):
@@ -22,6 +22,7 @@ def test_a_request_without_a_token_ends_with_an_error_and_the_others_go_on(gener
     assert (first.tokens, first.finish_reason, last.tokens, last.finish_reason) == ((7,), None, (7,), None)
     assert (failed.request, failed.tokens, failed.finish_reason) == ("b", (), "error")
     assert str(failed.error).startswith(f"request b: the logits after {9 + generated} tokens are not finite")
+    assert str(failed.error).endswith("try bfloat16 or float32; not built in: attention 'mine' of engine-mine 0.4")
     assert not failed.refused
     ended = {output.request: output.finish_reason for output in finish(scheduler) if output.finish_reason}
     assert ended == {"a": "length", "c": "length"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -103,6 +104,8 @@ WRONG: list[tuple[str, Callable[..., Any]]] = [
     ("order", lambda waiting, now: None),
     ("order", lambda waiting, now: 7),
     ("order", lambda waiting, now: [Hostile()]),
+    ("order", lambda waiting, now: cycle(waiting)),
+    ("order", lambda waiting, now: [waiting[0]] * 2),
     ("split", lambda budget, waiting, running: None),
     ("split", lambda budget, waiting, running: Split(decode=1.5, prefill=2)),  # type: ignore[arg-type]
     ("victim", lambda running: None),
@@ -179,12 +182,24 @@ def test_order_may_leave_a_request_waiting_unless_nothing_else_runs() -> None:
     assert [output.request for output in finish(scheduler)] == ["b", "b", "a"]
 
 
-def test_order_admits_a_request_named_twice_only_once() -> None:
-    scheduler = make_scheduler(policy(order=lambda waiting, now: [*waiting, *waiting]))
-    scheduler.add(request("a"))
-    scheduler.add(request("b"))
-    assert [chunk.sequence for chunk in plan(scheduler).chunks] == [1, 2]
-    assert scheduler.stats().policy_faults == 0, "the answer is valid"
+def test_order_admits_a_request_only_once_when_it_is_named_twice(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = make_scheduler(policy(order=lambda waiting, now: [waiting[1], waiting[1], waiting[2]]))
+    for name in "abc":
+        scheduler.add(request(name))
+    plan(scheduler)
+    assert [view.id for view in views(scheduler)] == ["b", "a", "c"]
+    assert scheduler.stats().policy_faults == 1
+    assert "<request 'b'> is not one of the waiting requests that it was given, each named once" in faults(caplog)[0]
+
+
+def test_order_is_first_come_first_served_when_its_answer_never_ends(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = make_scheduler(policy(order=lambda waiting, now: cycle(waiting[::-1])))
+    for name in "ab":
+        scheduler.add(request(name))
+    plan(scheduler)
+    assert [view.id for view in views(scheduler)] == ["a", "b"]
+    assert scheduler.stats().policy_faults == 1
+    assert "is not an order of at most the 2 waiting requests" in faults(caplog)[0]
 
 
 def test_split_of_nothing_still_makes_progress() -> None:

@@ -54,9 +54,16 @@ class Mute(Speculator):
         return ()
 
 
+class Bare(Mute):
+    """Does not call the base's constructor."""
+
+    def __init__(self, spec: SpeculatorSpec, options: None = None) -> None:
+        pass
+
+
 @pytest.mark.parametrize("answer", [(), [], (0,), [99, 0, 99], (1, 2, 3, 4)])
 def test_a_valid_proposal_passes(answer: Sequence[int]) -> None:
-    checked = CheckedSpeculator(Scripted(answer))
+    checked = CheckedSpeculator(Scripted(answer), SPEC)
     assert list(checked.propose(SEQUENCE, 4)) == list(answer)
     assert checked.faults == 0
 
@@ -79,7 +86,7 @@ def test_a_valid_proposal_passes(answer: Sequence[int]) -> None:
 def test_a_wrong_proposal_is_dropped_counted_and_logged_once(
     answer: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checked = CheckedSpeculator(Scripted(answer))
+    checked = CheckedSpeculator(Scripted(answer), SPEC)
     assert [len(checked.propose(SEQUENCE, 4)) for _ in range(3)] == [0, 0, 0]
     assert checked.faults == 3
     [record] = caplog.records
@@ -90,14 +97,14 @@ def test_a_wrong_proposal_is_dropped_counted_and_logged_once(
 
 def test_a_proposal_after_a_fault_passes() -> None:
     speculator = Scripted(KeyError("once"))
-    checked = CheckedSpeculator(speculator)
+    checked = CheckedSpeculator(speculator, SPEC)
     assert checked.propose(SEQUENCE, 4) == ()
     speculator.answer = [7]
     assert checked.propose(SEQUENCE, 4) == [7]
 
 
 def test_a_failing_report_is_counted_and_logged_once_per_method(caplog: pytest.LogCaptureFixture) -> None:
-    checked = CheckedSpeculator(Broken([1]))
+    checked = CheckedSpeculator(Broken([1]), SPEC)
     for _ in range(2):
         checked.accepted("r", 1, 0)
         checked.finished("r")
@@ -106,13 +113,19 @@ def test_a_failing_report_is_counted_and_logged_once_per_method(caplog: pytest.L
 
 
 def test_only_a_speculator_with_an_own_method_learns() -> None:
-    assert CheckedSpeculator(Scripted([1])).learns
-    assert not CheckedSpeculator(Mute(SPEC)).learns
+    assert CheckedSpeculator(Scripted([1]), SPEC).learns
+    assert not CheckedSpeculator(Mute(SPEC), SPEC).learns
+
+
+def test_a_speculator_serves_without_the_constructor_of_its_base() -> None:
+    checked = CheckedSpeculator(Bare(SPEC), SPEC)
+    checked.rehearse()
+    assert checked.spec is SPEC
 
 
 def test_a_rehearsal_calls_each_method_once() -> None:
     speculator = Scripted([1, 2])
-    CheckedSpeculator(speculator).rehearse()
+    CheckedSpeculator(speculator, SPEC).rehearse()
     assert speculator.calls == [("propose", "rehearsal", 4), ("accepted", "rehearsal", 2, 0), ("finished", "rehearsal")]
 
 
@@ -132,4 +145,4 @@ def test_a_rehearsal_raises_what_the_first_request_would_meet(
     speculator: Scripted, error: type[Exception], reason: str
 ) -> None:
     with pytest.raises(error, match=reason):
-        CheckedSpeculator(speculator).rehearse()
+        CheckedSpeculator(speculator, SPEC).rehearse()

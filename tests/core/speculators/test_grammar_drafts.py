@@ -43,6 +43,9 @@ class Texts(GrammarMatcher):
         return [ord(one) for one in rests[0][:count]]
 
 
+OWNER = "grammar 'texts' of engine-texts 0.4"
+
+
 class Compiled(CompiledGrammar):
     def __init__(self, matcher: GrammarMatcher) -> None:
         self._matcher = matcher
@@ -54,7 +57,7 @@ class Compiled(CompiledGrammar):
 def drafts(*texts: str) -> tuple[GrammarDrafts, Texts]:
     matcher, compiled = Texts(texts), Future[CompiledGrammar]()
     compiled.set_result(Compiled(matcher))
-    return GrammarDrafts("a", compiled), matcher
+    return GrammarDrafts("a", compiled, OWNER), matcher
 
 
 def choose(one: GrammarDrafts, output: str, proposal: str, limit: int = 9) -> str:
@@ -115,7 +118,7 @@ def test_a_long_forced_text_that_the_output_spells_otherwise_is_seldom_found_aga
 
 def test_proposals_stay_as_they_are_until_the_grammar_is_compiled() -> None:
     compiled = Future[CompiledGrammar]()
-    one = GrammarDrafts("a", compiled)
+    one = GrammarDrafts("a", compiled, OWNER)
     assert choose(one, "a", "xy") == "xy"
     compiled.set_result(Compiled(Texts(["abc"])))
     assert choose(one, "a", "xy") == "bc"
@@ -132,12 +135,13 @@ def test_nothing_is_proposed_after_a_failure(fault: str, caplog: pytest.LogCaptu
     if fault == "matcher":
         compiled = Future[CompiledGrammar]()
         compiled.set_exception(KeyError("tide"))
-        one = GrammarDrafts("a", compiled)
+        one = GrammarDrafts("a", compiled, OWNER)
     elif fault != "output":
         setattr(matcher, fault, fail)
     for output in ("ax" if fault == "output" else "a", "ab", "abc"):
         assert choose(one, output, "bcd"[len(output) - 1 : -1]) == ""
     assert not one.proposed
     [record] = caplog.records
-    assert "nothing is proposed any more for request a" in record.message
+    assert f"nothing is proposed any more for request a, whose grammar, of {OWNER}, fails" in record.message
+    assert (record.exc_info is None) == (fault == "output")
     assert ("token 120 came after 1 tokens" if fault == "output" else "tide") in record.message

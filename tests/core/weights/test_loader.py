@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from engine.core.errors import CheckpointError
 from engine.core.layers import LayerFactory
-from engine.core.quant.base import TensorSpec
+from engine.core.layers.linear import PlainKernel
+from engine.core.quant.base import LinearSpec, QuantMethod, TensorSpec
 from engine.core.weights import loader
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.loader import DummySource, SafetensorsSource, WeightSource, load_weights
@@ -50,8 +51,10 @@ def write_sharded(directory: Any, tensors: Any, weight_map: Any) -> None:
 class Network:
     """One of each kind of layer."""
 
-    def __init__(self, *, dtype: str = "float32", rank: int = 0, ranks: int = 1) -> None:
-        self.layers = LayerFactory(dtype=dtype, device="cpu", group=LoneRank(rank, ranks))
+    def __init__(
+        self, layers: LayerFactory | None = None, *, dtype: str = "float32", rank: int = 0, ranks: int = 1
+    ) -> None:
+        self.layers = layers or LayerFactory(dtype=dtype, device="cpu", group=LoneRank(rank, ranks))
         self.embedding = self.layers.embedding("embed", 8, HIDDEN)
         self.norm = self.layers.norm("norm", HIDDEN, 1e-6)
         self.gate_up = self.layers.linear([("gate", INNER), ("up", INNER)], HIDDEN, bias=True, parallel="column")
@@ -141,6 +144,76 @@ def test_wrong_dtype_is_an_error(tmp_path: Path) -> None:
     tensors = random_tensors() | {"down.weight": torch.zeros(HIDDEN, INNER, dtype=torch.int8)}
     with pytest.raises(CheckpointError, match=r"down\.weight in .* is of type int8; the model expects float32 or"):
         Network().load(write(tmp_path, tensors))
+
+
+class Method(QuantMethod[None]):
+    """A quantization method whose kernels ask for `asked`, tensors of each part by the end of their names."""
+
+    api = "2"
+
+    def __init__(self, **asked: TensorSpec) -> None:
+        self.asked = asked
+
+    @classmethod
+    def refuses(cls, checkpoint: Any, device: Any) -> None:
+        return None
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Any, options: None) -> Method:
+        return cls()
+
+    def linear(self, spec: LinearSpec) -> PlainKernel:
+        kernel: Any = type("Kernel", (PlainKernel,), {})(spec)
+        if self.asked:
+            kernel.tensors = lambda: {
+                f"{part.name}.{end}": tensor for part in spec.parts for end, tensor in self.asked.items()
+            }
+        return kernel
+
+
+def quantized_network(**asked: TensorSpec) -> Network:
+    owners = {"quant": "quant 'mine' of engine-mine 0.4"}
+    return Network(LayerFactory(dtype="float32", device="cpu", quant=Method(**asked), owners=owners))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            {"weight": TensorSpec(shape=(3, 3), dtypes=("float32",))},
+            r"gate\.weight .* has shape \[6, 4\]; {} expects \[3,",
+        ),
+        (
+            {"weight": TensorSpec(shape=(-1, -1), dtypes=("int8",))},
+            r"gate\.weight .* is of type float32; {} expects int8$",
+        ),
+        (
+            {"wieght": TensorSpec(shape=(3,), dtypes=("int8",))},
+            r"lacks 3 tensor\(s\) that {} needs: down\.wieght, gate\.w",
+        ),
+    ],
+)
+def test_tensors_that_a_quantization_method_asks_for_name_the_method(
+    tmp_path: Path, asked: dict[str, TensorSpec], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message.format(r"quant 'mine' of engine-mine 0\.4")):
+        quantized_network(**asked).load(write(tmp_path, random_tensors()))
+
+
+def test_missing_tensors_name_the_model_and_the_quantization_method(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    del tensors["norm.weight"], tensors["up.weight"], tensors["gate.bias"]
+    expected = (
+        r"lacks 3 .* that quant 'mine' of engine-mine 0\.4 and the model need: gate\.bias, norm\.weight, up\.weight;"
+    )
+    with pytest.raises(CheckpointError, match=expected):
+        quantized_network().load(write(tmp_path, tensors))
+
+
+def test_unexpected_tensors_name_the_quantization_method(tmp_path: Path) -> None:
+    expected = r"has 1 .* that neither the model nor quant 'mine' of engine-mine 0\.4 knows: up\.scale;"
+    with pytest.raises(CheckpointError, match=expected):
+        quantized_network().load(write(tmp_path, random_tensors() | {"up.scale": torch.zeros(1)}))
 
 
 def test_unexpected_tensors_are_an_error(tmp_path: Path) -> None:
@@ -293,7 +366,7 @@ class SlowSource(WeightSource):
         self.gates = {}
         self.failing = None
 
-    def check(self, specs: Any, ignored: Any) -> Any:
+    def check(self, specs: Any, ignored: Any, owners: Any = dict) -> Any:
         return {name: 4 * torch.Size(spec.shape).numel() for name, spec in specs.items()}
 
     def allocate(self, name: Any, spec: Any, *, rank: Any, ranks: Any, device: Any) -> Any:

@@ -206,7 +206,7 @@ def set_to(name: Any, value: Any) -> Any:
         (set_to(f"{Q}.weight_scale", torch.ones(95, 1)), rf"{Q}.weight_scale .* has shape \[95, 1\].* \[96, 1\]"),
         (set_to(f"{Q}.weight", torch.ones(96, 160)), f"{Q}.weight .* type float32.* float8_e4m3fn"),
         (set_to(f"{Q}.weight_scale", torch.full((96, 1), float("nan"))), f"{Q}.weight_scale .*not finite"),
-        (set_to(f"{Q}.input_scale", torch.ones(1)), f"does not know: {Q}.input_scale"),
+        (set_to(f"{Q}.input_scale", torch.ones(1)), f"neither the model nor quant '.*' of .* knows: {Q}.input_scale"),
     ],
 )
 def test_broken_tensors_are_named(change: Any, message: str, plain: Any, tmp_path: Path) -> None:

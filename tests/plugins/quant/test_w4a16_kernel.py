@@ -263,7 +263,7 @@ BROKEN = {
     "zero points dequantized": (
         "compressed",
         {"c.weight_zero_point": lambda t: t.repeat(8, 1)},
-        r"c\.weight_zero_point in .* has shape \[32, 4\]; the model expects \[4, 4\]",
+        r"c\.weight_zero_point in .* has shape \[32, 4\]; the quantization method expects \[4, 4\]",
     ),
 }
 

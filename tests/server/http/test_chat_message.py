@@ -82,7 +82,7 @@ class Scripted(Parsing):
 
 
 def test_an_output_counts_its_reasoning() -> None:
-    output = ParsedOutput(Scripted(), one_call=False)
+    output = ParsedOutput(Scripted(), one_call=False, owner="parser")
     assert output.feed("r", 2) == [Reasoning("r")]
     assert output.feed("", 1) == [], "a token without text is reasoning too"
     assert output.feed("12", 5) == [*ONE, *TWO]
@@ -92,7 +92,7 @@ def test_an_output_counts_its_reasoning() -> None:
 
 
 def test_an_output_of_one_call_ends_with_that() -> None:
-    output = ParsedOutput(Scripted(), one_call=True)
+    output = ParsedOutput(Scripted(), one_call=True, owner="parser")
     assert output.feed("r", 1) == [Reasoning("r")]
     assert not output.ended
     assert output.feed("12", 1) == ONE

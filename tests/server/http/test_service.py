@@ -12,6 +12,7 @@ import pytest
 
 from engine.core.config import EngineConfig
 from engine.core.errors import InvalidRequestError
+from engine.core.parsers import Parser, Templates
 from engine.core.protocols import json_size
 from engine.core.types import SamplingParams
 from engine.server.front_end.errors import ApiError
@@ -27,6 +28,7 @@ class CountingTokenizer:
     """One token per character; counts the characters that were tokenized."""
 
     separators = None
+    templates = Templates()
 
     def __init__(self) -> None:
         self.chars = 0
@@ -144,3 +146,23 @@ def test_the_size_of_values_is_counted_no_further_than_to_the_limit() -> None:
 
     assert json_size(Untouched(range(100)), 100) >= 100
     assert json_size([Untouched(range(50))] * 1000, 52) >= 52
+
+
+def test_service_knows_the_chat_template_without_the_constructor_of_a_parsers_base(
+    tokenizer: CountingTokenizer, service: Service
+) -> None:
+    class Bare(Parser[None]):
+        def __init__(self, options: None, templates: Templates) -> None:
+            pass
+
+        @classmethod
+        def recognizes(cls, templates: Templates) -> bool:
+            return True
+
+        def begin(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> None:
+            return None
+
+    templates = Templates(chat="{{ messages }}")
+    tokenizer.templates = templates
+    service.parser = Bare(None, templates)
+    assert service.chat_template == templates.chat
