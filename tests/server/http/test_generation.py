@@ -169,7 +169,7 @@ def test_further_reasoning_and_content_are_events_of_their_templates(client: Gro
 
     requests, tokenizer = [Request(id="x", prompt=(1, 2))], ByteTokenizer("")
     reasoning = Templates(reasoning_event)
-    form = OutputFormat(begin=begin_reasoning)
+    form = OutputFormat(begin=begin_reasoning, owner="the parser")
     for reasoning_templates, second in ((reasoning, b'R"b" '), (None, b"<Rb> ")):
         with Generation(cast("Any", client), cast("Any", tokenizer), requests, 1, form) as generation:
             found = []
@@ -263,7 +263,7 @@ def test_a_parser_knows_who_ended_the_output(client: GroupOnly, reason: Any, tex
         said.extend(delta.said)
         yield b""
 
-    given: Any = (client, ByteTokenizer(""), requests, 1, OutputFormat(begin=EndingParsing))
+    given: Any = (client, ByteTokenizer(""), requests, 1, OutputFormat(begin=EndingParsing, owner="the parser"))
     with Generation(*given) as generation:
         client.group.put(0, tuple(text), Output(request="x", tokens=tuple(text), finish_reason=reason))
         generation.events(None, collect)
