@@ -29,6 +29,11 @@ if TYPE_CHECKING:
         error_event as error_event,
         sse_event as sse_event,
     )
+    from engine.core.protocols.broken_calls import (
+        breaks_call as breaks_call,
+        broken_call as broken_call,
+        call_text as call_text,
+    )
     from engine.core.protocols.conversation import (
         Conversation as Conversation,
         FunctionTool as FunctionTool,
@@ -63,6 +68,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = exports(
     __name__,
     answer=("DONE", "KEEP_ALIVE", "AnswerWriter", "Delta", "Template", "Usage", "error_event", "sse_event"),
+    broken_calls=("breaks_call", "broken_call", "call_text"),
     conversation=(
         "Conversation",
         "FunctionTool",

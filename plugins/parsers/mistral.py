@@ -74,10 +74,14 @@ class _MistralParsing(TaggedParsing):
         while last is Found.CALL:
             at = yield from self.source.skip_space()
             follows = yield from self.source.character(at)
-            if follows == "]":
+            goes_on = follows == ","
+            if goes_on:
+                at = yield from self.source.skip_space(at + 1)
+                follows = yield from self.source.character(at)
+            if follows == "]":  # also after a comma
                 self.source.take(at + 1)
                 return found
-            last = (yield from read_call(self.source, bool, at + 1)) if follows == "," else Found.NOTHING
+            last = (yield from read_call(self.source, bool, at)) if goes_on else Found.NOTHING
             if last is Found.NOTHING:
                 yield Malformed("a list of tool calls is not closed")
         return found

@@ -120,6 +120,8 @@ class ChatWriter(ChoicesWriter):
         for event in delta.said:
             self._messages[delta.choice].add(event)
         self._finish_reasons[delta.choice] = delta.finish_reason
+        if delta.finish_reason is not None:
+            self._messages[delta.choice].end(delta.finish_reason, streamed=False)
         if logprobs := self._logprobs(delta.logprobs):
             self._logprob_lists[delta.choice].extend(content=logprobs["content"])
         yield
@@ -159,6 +161,7 @@ class ChatWriter(ChoicesWriter):
             yield self._delta_event(choice, found, logprobs)
             logprobs = None
         if delta.finish_reason is not None:
+            message.end(delta.finish_reason, streamed=True)
             yield self._delta_event(choice, {}, None, message.finish_reason(delta.finish_reason), message.error)
 
     def _beginnings(self, choice: int, deltas: Sequence[Mapping[str, Any]], *, finished: bool) -> Iterator[bytes]:

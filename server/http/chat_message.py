@@ -17,7 +17,8 @@ from engine.core.parsers import (
     Malformed,
     Reasoning,
 )
-from engine.core.types import FINISH_STOP
+from engine.core.protocols import breaks_call, broken_call, call_text
+from engine.core.types import FINISH_LENGTH, FINISH_STOP
 
 FINISH_TOOL_CALLS = "tool_calls"
 
@@ -28,26 +29,35 @@ class _Call:
 
     id: str
     name: str
-    arguments: list[str] = field(factory=list)
-    input: CustomInput | None = None
+    reader: CustomInput | None = None
     """Reads the input of a custom tool."""
+    arguments: list[str] = field(factory=list)
+    """As the model wrote them."""
+    input: list[str] = field(factory=list)
+    """Of a custom tool."""
 
     def body(self) -> dict[str, Any]:
         """The call in the JSON of a message, with the arguments so far."""
-        if self.input is not None:
-            return {"id": self.id, "type": "custom", "custom": {"name": self.name, "input": "".join(self.arguments)}}
+        if self.reader is not None:
+            return {"id": self.id, "type": "custom", "custom": {"name": self.name, "input": "".join(self.input)}}
         return {
             "id": self.id,
             "type": "function",
             "function": {"name": self.name, "arguments": "".join(self.arguments)},
         }
 
-    def piece(self, arguments: str) -> tuple[str, dict[str, Any]]:
-        """Read a further piece of the arguments; return the text that it adds, and the delta with this text."""
-        if self.input is None:
-            return arguments, {"function": {"arguments": arguments}}
-        text = self.input.feed(arguments)
-        return text, {"custom": {"input": text}}
+    def add(self, arguments: str) -> None:
+        """Collect a further piece of the arguments."""
+        self.arguments.append(arguments)
+        if self.reader is not None:
+            self.input.append(self.reader.feed(arguments))
+
+    def delta(self, arguments: str) -> dict[str, Any] | None:
+        """The delta of a further piece of the arguments, which is not collected; None if it adds no text."""
+        if self.reader is None:
+            return {"function": {"arguments": arguments}} if arguments else None
+        text = self.reader.feed(arguments)
+        return {"custom": {"input": text}} if text else None
 
 
 class ChatMessage:
@@ -66,7 +76,7 @@ class ChatMessage:
         self._reasoning: list[str] = []
         self._calls: list[_Call] = []
         self._open: _Call | None = None
-        """The call of a stream that began last."""
+        """The call that began last, if it is not complete."""
         self._num_calls = 0
         self._complete = False
         self._errors: list[str] = []
@@ -82,35 +92,43 @@ class ChatMessage:
 
     def add(self, event: Event) -> None:
         """Collect an event for `body`."""
+        self._note(event, streamed=False)
         match event:
             case Content():
                 self._content.append(event.text)
             case Reasoning():
                 self._reasoning.append(event.text)
             case CallArguments():
-                self._calls[-1].arguments.append(self._calls[-1].piece(event.text)[0])
+                assert self._open is not None
+                self._open.add(event.text)
             case CallBegin():
                 self._calls.append(self._begin(event))
-            case _:
-                self._note(event)
 
     def delta(self, event: Event) -> dict[str, Any] | None:
-        """The `delta` of an event in a stream, which is not collected; None if it has none."""
+        """The `delta` of an event in a stream, which is not collected; None if it has none.
+
+        Raises ApiError if the stream has a part of a broken call of a custom tool.
+        """
+        self._note(event, streamed=True)
         match event:
             case Content():
                 return {"content": event.text}
             case Reasoning():
                 return {"reasoning_content": event.text}
             case CallBegin():
-                self._open = self._begin(event)
-                return {"tool_calls": [{"index": self._num_calls - 1, **self._open.body()}]}
+                call = self._begin(event)
+                return {"tool_calls": [{"index": self._num_calls - 1, **call.body()}]}
             case CallArguments():
                 assert self._open is not None
-                text, piece = self._open.piece(event.text)
-                return {"tool_calls": [{"index": self._num_calls - 1, **piece}]} if text else None
+                piece = self._open.delta(event.text)
+                return None if piece is None else {"tool_calls": [{"index": self._num_calls - 1, **piece}]}
             case _:
-                self._note(event)
                 return None
+
+    def end(self, reason: str, *, streamed: bool) -> None:
+        """End the message; reason: the engine's finish reason. Raises ApiError as `delta` does."""
+        if reason != FINISH_LENGTH and self._open_custom is not None:
+            self._break(self._open_custom, streamed=streamed)
 
     def body(self) -> dict[str, Any]:
         """The `message` of a whole response. `content` is null if there is only something else."""
@@ -125,10 +143,27 @@ class ChatMessage:
     def _begin(self, event: CallBegin) -> _Call:
         self._num_calls += 1
         custom = CustomInput() if event.name in self._custom else None
-        return _Call(event.id or self._new_call_id(), event.name, input=custom)
+        self._open = _Call(event.id or self._new_call_id(), event.name, custom)
+        return self._open
 
-    def _note(self, event: Event) -> None:
-        if isinstance(event, CallEnd):
-            self._complete = True
-        elif isinstance(event, Malformed):
+    def _note(self, event: Event, *, streamed: bool) -> None:
+        """Note what an event says of the call that began last."""
+        if isinstance(event, Malformed):
             self._errors.append(event.reason)
+        if self._open_custom is not None and breaks_call(event):
+            self._break(self._open_custom, streamed=streamed)
+        if isinstance(event, CallEnd):
+            self._complete, self._open = True, None
+
+    @property
+    def _open_custom(self) -> _Call | None:
+        """The call that began last, if it is one of a custom tool and not complete."""
+        return self._open if self._open is not None and self._open.reader is not None else None
+
+    def _break(self, call: _Call, *, streamed: bool) -> None:
+        """Make the open call content: its input is a plain text, so that clients would run what there is of it."""
+        if streamed:
+            raise broken_call(call.name, self.error.get("parse_error"))
+        self._open = None
+        self._calls.pop()
+        self._content.append(call_text(call.name, "".join(call.arguments)))

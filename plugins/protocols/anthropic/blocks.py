@@ -9,7 +9,7 @@ import msgspec
 from attrs import define, field
 
 from engine.core.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Malformed, Reasoning
-from engine.core.protocols import completing
+from engine.core.protocols import breaks_call, call_text, completing
 from engine.plugins.protocols.anthropic import signature
 
 BlockEvent = Mapping[str, Any]
@@ -53,7 +53,7 @@ class BlockSequence:
 
     def feed(self, event: Event) -> Iterator[BlockEvent]:
         """The block events of the parser's next event."""
-        if self.open_call is not None and _breaks_call(event):
+        if self.open_call is not None and breaks_call(event):
             self.broken_call = self.open_call
         match event:
             case Reasoning() if event.text:
@@ -116,13 +116,6 @@ class BlockSequence:
         return {"type": "content_block_delta", "index": self.index, "delta": {"type": kind, name: text}}
 
 
-def _breaks_call(event: Event) -> bool:
-    """Whether a call that is not complete can no longer become so after an event."""
-    if isinstance(event, Malformed):
-        return not event.at_end
-    return not isinstance(event, CallArguments | CallEnd)
-
-
 @define
 class _Collected:
     """A block and the texts of its deltas, by field."""
@@ -165,8 +158,7 @@ class CollectedBlocks:
                 continue
             arguments = texts.get("partial_json", "")
             if not (block.is_whole_call or cut):
-                name = msgspec.json.encode(block.start["name"]).decode()
-                yield {"type": TEXT, "text": f'{{"name": {name}, "arguments": {arguments}'}
+                yield {"type": TEXT, "text": call_text(block.start["name"], arguments)}
                 continue
             if not block.is_whole_call:
                 arguments = yield from completing(arguments)

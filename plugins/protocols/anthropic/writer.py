@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from engine.core.parsers import CallEnd
-from engine.core.protocols import AnswerWriter, ApiError, Delta, Template, Usage, excerpt, sse_event
+from engine.core.protocols import AnswerWriter, ApiError, Delta, Template, Usage, broken_call, sse_event
 from engine.core.types import FINISH_LENGTH
 from engine.plugins.protocols.anthropic.blocks import BlockEvent, BlockSequence, CollectedBlocks
 from engine.plugins.protocols.anthropic.errors import error_body
@@ -92,11 +92,11 @@ class MessageWriter(AnswerWriter):
                 yield _event(part)
                 self._sent = now
             if self._blocks.broken_call is not None:
-                raise self._broken(self._blocks.broken_call)
+                raise broken_call(self._blocks.broken_call, self._blocks.error)
         self._note(delta)
         if delta.finish_reason is not None:
             if self._blocks.open_call is not None and not self._cut_short:
-                raise self._broken(self._blocks.open_call)
+                raise broken_call(self._blocks.open_call, self._blocks.error)
             yield from map(_event, self._blocks.end())
         elif now - self._sent > PING_SECONDS:
             yield _event({"type": "ping"})
@@ -118,15 +118,6 @@ class MessageWriter(AnswerWriter):
     def _cut_short(self) -> bool:
         """Whether the answer ended where it was, not where the model ended it."""
         return self._finish_reason == FINISH_LENGTH or self._stop_sequence is not None
-
-    def _broken(self, name: str) -> ApiError:
-        """The error that ends a stream in which a call has begun that is not JSON: without it, clients would run the
-        call with the arguments that they have."""
-        return ApiError(
-            500,
-            f"the call of {excerpt(name)!r}, a part of which was sent, cannot be completed: "
-            f"{self._blocks.error or 'the output ended within it'}; do not run it, but send the request again",
-        )
 
     def _message(self, usage: Usage) -> dict[str, Any]:
         return {

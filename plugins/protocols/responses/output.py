@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 
 from engine.core.parsers import CallArguments, CallBegin, CallEnd, Content, CustomInput, Event, Malformed, Reasoning
-from engine.core.protocols import have_more_values, sse_event, template_arguments
+from engine.core.protocols import (
+    breaks_call,
+    broken_call,
+    call_text,
+    have_more_values,
+    sse_event,
+    template_arguments,
+)
 from engine.plugins.protocols.responses.input import encrypted
 from engine.plugins.protocols.responses.tools import OfferedTool
 
@@ -202,8 +209,10 @@ class FunctionCall(Item):
 class CustomCall(Item):
     """A call of a custom tool, which the model makes as a call of a function with the argument `input`."""
 
-    def __init__(self, index: int, emit: Emit, call_id: str, tool: OfferedTool) -> None:
+    def __init__(self, index: int, emit: Emit, call_id: str, tool: OfferedTool, function: str) -> None:
+        """function: name of the function that the model sees."""
         super().__init__("ctc", index, emit)
+        self.function = function
         self._call_id = call_id
         self._tool = tool
         self._arguments: list[str] = []
@@ -227,8 +236,15 @@ class CustomCall(Item):
     def end(self, status: str) -> None:
         if status == COMPLETED and self._read("".join(self._arguments)) != "".join(self._input):
             self.error = f"the model called custom tool {self._tool.name} with arguments other than the text `input`"
+        if status == INCOMPLETE:  # clients run a tool when its item is done, whatever the status
+            self.status = status
+            return
         self._emit("custom_tool_call_input.done", input="".join(self._input))
         super().end(status)
+
+    def as_text(self) -> str:
+        """The call as text, if it is broken."""
+        return call_text(self.function, "".join(self._arguments))
 
     @staticmethod
     def _read(arguments: str) -> str | None:
@@ -256,6 +272,8 @@ class Output:
         self.items: list[Item] = []
         self.errors: list[str] = []
         """What could not be parsed."""
+        self.streams = False
+        """Whether events are sent as they are emitted."""
         self._emit = emit
         self._new_call_id = new_call_id
         self._offered = offered
@@ -264,7 +282,14 @@ class Output:
         self._open: Item | None = None
 
     def add(self, event: Event, logprobs: Sequence[dict[str, Any]] = ()) -> None:
-        """Add what an event says; logprobs: of content."""
+        """Add what an event says; logprobs: of content.
+
+        Raises ApiError in a stream that has a part of a broken call of a custom tool.
+        """
+        if isinstance(event, Malformed):
+            self.errors.append(event.reason)
+        if isinstance(self._open, CustomCall) and breaks_call(event):
+            self._break(self._open)
         match event:
             case Content():
                 if not isinstance(self._open, Message):
@@ -275,23 +300,36 @@ class Output:
                     self._begin(self._reasoning_item(len(self.items), self._emit, with_encrypted=self._with_encrypted))
                 self._add(event.text)
             case CallBegin():
-                tool = self._offered(event.name)
-                kind: type[CustomCall] | type[FunctionCall] = CustomCall if tool.custom else FunctionCall
-                self._begin(kind(len(self.items), self._emit, event.id or self._new_call_id(), tool))
+                tool, index, call_id = self._offered(event.name), len(self.items), event.id or self._new_call_id()
+                self._begin(
+                    CustomCall(index, self._emit, call_id, tool, event.name)
+                    if tool.custom
+                    else FunctionCall(index, self._emit, call_id, tool)
+                )
             case CallArguments():
                 self._add(event.text)
             case CallEnd():
                 self._close(COMPLETED)
             case Malformed():
-                self.errors.append(event.reason)
-                if self._in_call:
+                if isinstance(self._open, FunctionCall):
                     self._close(INCOMPLETE)
 
     def end(self, status: str) -> None:
-        """End the output; status: that of an item which has not ended. Without any item, there is an empty message."""
+        """End the output; status: that of an item which has not ended. Without any item, there is an empty message.
+
+        Raises ApiError as `add` does.
+        """
+        if isinstance(self._open, CustomCall) and status != INCOMPLETE:
+            self._break(self._open)
         if not self.items:
             self._begin(Message(0, self._emit))
         self._close(INCOMPLETE if self._in_call else status)
+
+    def drop_open_call(self) -> None:
+        """Leave out a call that has not ended: clients read the items of a response that failed, too."""
+        if self._in_call:
+            self.items.pop()
+            self._open = None
 
     @property
     def open_message(self) -> Message | None:
@@ -309,6 +347,14 @@ class Output:
     def _add(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> None:
         assert self._open is not None
         self._open.add(text, logprobs)
+
+    def _break(self, call: CustomCall) -> None:
+        """Make the open call text: its input is a plain text, so that clients would run what there is of it."""
+        if self.streams:
+            raise broken_call(call.function, "; ".join(dict.fromkeys(self.errors)) or None)
+        self.drop_open_call()
+        self._begin(Message(len(self.items), self._emit))
+        self._add(call.as_text())
 
     def _begin(self, item: Item) -> None:
         self._close(COMPLETED)

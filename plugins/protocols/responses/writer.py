@@ -51,7 +51,6 @@ class ResponseWriter(AnswerWriter):
         self._created = int(time.time())
         self._sequence = 0
         self._begun = False
-        self._streams = False
         self._data: list[bytes] = []
         """Events that are built and not yet sent."""
         self._text_event: tuple[Message, bytes] | None = None
@@ -87,6 +86,7 @@ class ResponseWriter(AnswerWriter):
 
     def error_event(self, error: ApiError) -> bytes:
         self._begin()
+        self._output.drop_open_call()
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         response = self._response("failed") | {"error": {"code": code, "message": error.message}}
         self._emit("failed", response=response)
@@ -94,7 +94,7 @@ class ResponseWriter(AnswerWriter):
 
     def _begin(self) -> None:
         """Build the first events of a stream, once."""
-        self._streams = True
+        self._output.streams = True
         if not self._begun:
             self._begun = True
             response = self._response(IN_PROGRESS)
@@ -124,7 +124,7 @@ class ResponseWriter(AnswerWriter):
     def _add_text(self, text: str) -> bool:
         """Add text to the open message by the fast path of streams; False: there is none, or no stream."""
         message = self._output.open_message
-        if message is None or not self._streams:
+        if message is None or not self._output.streams:
             return False
         if self._text_event is None or self._text_event[0] is not message:
             self._text_event = (message, message.delta_event())
@@ -187,7 +187,7 @@ class ResponseWriter(AnswerWriter):
 
     def _emit(self, kind: str, **fields: Any) -> None:
         """Build an event; a no-op unless the response is streamed."""
-        if self._streams:
+        if self._output.streams:
             kind = f"response.{kind}"
             self._data.append(sse_event({"type": kind, "sequence_number": self._sequence, **fields}, kind))
             self._sequence += 1

@@ -114,6 +114,10 @@ MISTRAL_EXAMPLES = (
     Example("[TOOL_CALLS] sunny in Rome", content="[TOOL_CALLS] sunny in Rome", malformed=True),
     Example('[TOOL_CALLS] [{"name": "f"', content='[TOOL_CALLS] [{"name": "f"', malformed=True),
     Example('[TOOL_CALLS]f[ARGS]sunny', content='[TOOL_CALLS]f[ARGS]sunny', malformed=True),
+    Example('[TOOL_CALLS][{"name": "f", "arguments": {}},]', calls=(("f", {}),)),
+    Example('[TOOL_CALLS] [{"name": "f", "arguments": {}} , {"name": "g", "arguments": {}} , ] sunny', content=" sunny", calls=(("f", {}), ("g", {}))),
+    Example('[TOOL_CALLS][{"name": "f", "arguments": {}},', content=",", calls=(("f", {}),), malformed=True),
+    Example('[TOOL_CALLS][{"name": "f", "arguments": {}},,]', content=",,]", calls=(("f", {}),), malformed=True),
     Example('[TOOL_CALLS][{"name": "f", "arguments": {}}, sunny]', content=", sunny]", calls=(("f", {}),), malformed=True),
 )  # fmt: skip
 

@@ -80,8 +80,12 @@ def whole(given: Sequence[Delta], *, logprobs: bool = False) -> dict[str, Any]:
 def streamed(given: Sequence[Delta], *, logprobs: bool = False) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     one = writer(logprobs=logprobs)
     data = b"".join(event for delta in given for event in one.events(delta, lambda: Usage(3))) + one.end(Usage(3))
-    events = [json.loads(event.partition(b"\ndata: ")[2]) for event in data.split(b"\n\n")[:-1]]
+    events = events_of(data)
     return plain(events[-1]["response"]), events
+
+
+def events_of(data: bytes) -> list[dict[str, Any]]:
+    return [json.loads(event.partition(b"\ndata: ")[2]) for event in data.split(b"\n\n")[:-1]]
 
 
 def plain(response: dict[str, Any]) -> dict[str, Any]:
@@ -132,12 +136,68 @@ def test_log_probabilities_are_those_of_the_contents_bytes(said: str) -> None:
             assert "".join(one["token"] for one in part["logprobs"]) == part["text"]
 
 
+BROKEN = [  # by an escape that JSON does not have, or by the end of the output
+    ('a <tool_call>{"name": "patch", "arguments": {"input": "rm -r a\\d b"}}</tool_call> c', "stop"),
+    ('a <tool_call>{"name": "patch", "arguments": {"input": "rm -r a\\d b"}}</tool_call> c', "length"),
+    ('a <tool_call>{"name": "patch", "arguments": {"input": "rm -r a', "stop"),
+]
+CUT = 'a <tool_call>{"name": "patch", "arguments": {"input": "rm -r a'
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize(("said", "finish"), BROKEN)
+def test_a_call_of_a_custom_tool_is_text_when_it_breaks(said: str, finish: str, merged: bool) -> None:
+    response = whole(deltas(said, range(80), merged, finish))
+    before, text = response["output"]
+    assert before["content"][0]["text"] == "a"
+    assert (text["type"], text["status"]) == ("message", "completed" if finish == "stop" else "incomplete")
+    call = said.partition("<tool_call>")[2]
+    assert text["content"][0]["text"] == call.replace("</tool_call>", "")
+    assert "arguments" in response["parse_error"]
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize(("said", "finish"), BROKEN)
+def test_a_stream_fails_when_a_call_of_a_custom_tool_breaks(said: str, finish: str, merged: bool) -> None:
+    one, sent = writer(), []
+    given = deltas(said, range(80), merged, finish)
+    with pytest.raises(ApiError, match="the call of 'patch', a part of which was sent") as raised:
+        sent.extend(event for delta in given for event in one.events(delta, lambda: Usage(3)))
+    sent.append(one.error_event(raised.value))
+    events = events_of(b"".join(sent))
+    done = [event["item"]["type"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == ["message"]
+    assert not any(event["type"] == "response.custom_tool_call_input.done" for event in events)
+    assert events[-1]["type"] == "response.failed"
+    assert [item["type"] for item in events[-1]["response"]["output"]] == ["message"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
+def test_a_call_of_a_custom_tool_is_incomplete_when_the_length_cuts_it() -> None:
+    given = deltas(CUT, range(80), merged=False, finish="length")
+    response = whole(given)
+    call = response["output"][1]
+    assert (response["status"], call["status"], call["input"]) == ("incomplete", "incomplete", "rm -r a")
+    found, events = streamed(given)
+    assert found == response
+    done = [event["type"] for event in events if event["type"].endswith("done")]
+    assert done.count("response.output_item.done") == 1, "of the message; clients run a call when its item is done"
+    assert "response.custom_tool_call_input.done" not in done
+
+
+def test_a_response_that_fails_has_no_call_that_has_not_ended() -> None:
+    one = writer()
+    for delta in deltas(CUT, range(80), merged=False)[:-1]:
+        list(one.events(delta, lambda: Usage(3)))
+    [event] = events_of(one.error_event(ApiError(504, "too slow")))
+    assert [item["type"] for item in event["response"]["output"]] == ["message"]
+
+
 def test_a_stream_that_fails_ends_with_the_response_so_far() -> None:
     one = writer()
     given = deltas("It is sunny.", [3, 6], merged=False)[:2]
     data = b"".join(event for delta in given for event in one.events(delta, lambda: Usage(3)))
-    data += one.error_event(ApiError(504, "too slow"))
-    events = [json.loads(event.partition(b"\ndata: ")[2]) for event in data.split(b"\n\n")[:-1]]
+    events = events_of(data + one.error_event(ApiError(504, "too slow")))
     assert events[-1]["type"] == "response.failed"
     response = events[-1]["response"]
     assert (response["status"], response["error"]) == ("failed", {"code": "server_error", "message": "too slow"})

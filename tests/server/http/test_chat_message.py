@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from engine.core.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Malformed, Parsing, Reasoning
+from engine.core.protocols import ApiError
 from engine.server.http.chat_message import ChatMessage
 from engine.server.http.parsed_output import ParsedOutput
 
@@ -14,8 +15,12 @@ ONE = [CallBegin("f"), CallArguments('{"a"'), CallArguments(": 1}"), CallEnd()]
 TWO = [CallBegin("g", "own"), CallArguments("{}"), CallEnd()]
 
 
+PATCH: list[Event] = [CallBegin("patch"), CallArguments('{"input": "rm -r a'), CallArguments("\\n")]
+AT_END = Malformed("the output ended", at_end=True)
+
+
 def message(events: Sequence[Event]) -> ChatMessage:
-    made = ChatMessage(lambda: "new")
+    made = ChatMessage(lambda: "new", custom=frozenset({"patch"}))
     for event in events:
         made.add(event)
     return made
@@ -54,6 +59,61 @@ def test_only_a_complete_call_finishes_with_tool_calls(
     events: list[Event], reason: str | None, wanted: str | None
 ) -> None:
     assert message(events).finish_reason(reason) == wanted
+
+
+BROKEN: list[tuple[list[Event], str]] = [
+    ([*PATCH, Malformed("wrong"), Content("\\d")], "stop"),
+    ([*PATCH, Malformed("wrong"), Content("\\d")], "length"),
+    ([*PATCH, Content("\\d")], "stop"),
+    ([*PATCH, AT_END], "stop"),
+    (PATCH, "stop"),
+]
+
+
+@pytest.mark.parametrize(("events", "reason"), BROKEN)
+def test_a_call_of_a_custom_tool_is_content_when_it_breaks(events: list[Event], reason: str) -> None:
+    made = message([Content("a "), *ONE, *events])
+    made.end(reason, streamed=False)
+    body = made.body()
+    assert body["content"].removesuffix("\\d") == 'a {"name": "patch", "arguments": {"input": "rm -r a\\n'
+    assert [call["function"]["name"] for call in body["tool_calls"]] == ["f"]
+
+
+@pytest.mark.parametrize(("events", "reason"), BROKEN)
+def test_a_stream_fails_when_a_call_of_a_custom_tool_breaks(events: list[Event], reason: str) -> None:
+    def run() -> None:
+        made = message([])
+        for event in events:
+            made.delta(event)
+        made.end(reason, streamed=True)
+
+    with pytest.raises(ApiError, match=r"the call of 'patch'.*(wrong|the output ended).*; do not run it") as raised:
+        run()
+    assert raised.value.status == 500
+
+
+def test_a_call_of_a_custom_tool_stays_when_it_is_complete_or_cut_by_the_length() -> None:
+    for events, reason, text in (
+        ([*PATCH, CallArguments('"}'), CallEnd()], "stop", "rm -r a\n"),
+        ([*PATCH, AT_END], "length", "rm -r a\n"),
+        (PATCH, "length", "rm -r a\n"),
+    ):
+        made, streamed = message(events), message([])
+        made.end(reason, streamed=False)
+        [call] = made.body()["tool_calls"]
+        assert call["custom"] == {"name": "patch", "input": text}
+        deltas = [found["tool_calls"][0] for event in events if (found := streamed.delta(event))]
+        streamed.end(reason, streamed=True)
+        assert "".join(one["custom"]["input"] for one in deltas) == text
+
+
+def test_a_function_call_keeps_its_arguments_when_it_breaks() -> None:
+    events = [*ONE[:-1], Malformed("wrong"), Content("x")]
+    made, streamed = message(events), message([])
+    made.end("stop", streamed=False)
+    assert made.body()["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert sum(streamed.delta(event) is not None for event in events) == 4
+    streamed.end("stop", streamed=True)
 
 
 def test_each_error_is_said_once() -> None:

@@ -171,6 +171,16 @@ def test_the_input_of_a_custom_tool_is_a_text(client: openai.OpenAI) -> None:
     assert "arguments other than the text `input`" in response.parse_error
 
 
+def test_a_broken_call_of_a_custom_tool_is_text_or_ends_the_stream(client: openai.OpenAI) -> None:
+    call = '{"name": "patch", "arguments": {"input": "rm -r a\\d b"}}'
+    said = f"<tool_call>{call}</tool_call>"
+    response = respond(client, said, tools=[PATCH])
+    assert (response.status, response.output_text) == ("completed", call)
+    *events, last = client.responses.create(model=MODEL, input=f"say {said}", tools=[PATCH], stream=True)
+    assert (last.type, last.response.error.code, last.response.output) == ("response.failed", "server_error", [])
+    assert not any(event.type == "response.output_item.done" for event in events)
+
+
 def test_reasoning_is_an_item_and_goes_back(client: openai.OpenAI) -> None:
     include: Any = ["reasoning.encrypted_content"]
     response = respond(client, THOUGHT, tools=TOOLS, include=include)

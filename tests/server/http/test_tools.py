@@ -112,6 +112,15 @@ def test_the_finish_reason_is_that_of_openai(client: openai.OpenAI, tool_choice:
 PATCH: Any = {"type": "custom", "custom": {"name": "patch", "description": "Change a file."}}
 
 
+def test_a_broken_call_of_a_custom_tool_is_content_or_ends_the_stream(client: openai.OpenAI) -> None:
+    call = '{"name": "patch", "arguments": {"input": "rm -r a\\d b"}}'
+    choice = chat(client, f"<tool_call>{call}</tool_call>", tools=[PATCH])
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", call, None)
+    assert choice.parse_error == "the arguments of a tool call are not JSON"
+    with pytest.raises(openai.APIError, match="the call of 'patch', a part of which was sent, cannot be completed"):
+        streamed(client, f"<tool_call>{call}</tool_call>", tools=[PATCH])
+
+
 def test_a_custom_tool_gets_its_input_as_it_is(client: openai.OpenAI) -> None:
     said = '<tool_call>{"name": "patch", "arguments": {"input": "a\\n\\"b\\" \\ud83e\\udd80 \\\\é"}}</tool_call>'
     choice = chat(client, said, tools=[*TOOLS, PATCH])

@@ -1,0 +1,32 @@
+"""Calls of tools that break off, which must not look complete to a client."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.core.parsers import CallArguments, CallEnd, Event, Malformed
+from engine.core.protocols.errors import ApiError, excerpt
+
+
+def breaks_call(event: Event) -> bool:
+    """Whether a call that is not complete can no longer become so after an event, other than at the output's end."""
+    if isinstance(event, Malformed):
+        return not event.at_end
+    return not isinstance(event, CallArguments | CallEnd)
+
+
+def call_text(name: str, arguments: str) -> str:
+    """A broken call as text of an answer: its name, and what there is of its arguments."""
+    return f'{{"name": {msgspec.json.encode(name).decode()}, "arguments": {arguments}'
+
+
+def broken_call(name: str, reason: str | None) -> ApiError:
+    """The error that ends a stream in which a part of a broken call was sent, so that no client runs that part.
+
+    reason: what was wrong; None: the output ended within the call.
+    """
+    return ApiError(
+        500,
+        f"the call of {excerpt(name)!r}, a part of which was sent, cannot be completed: "
+        f"{reason or 'the output ended within it'}; do not run it, but send the request again",
+    )
