@@ -53,7 +53,9 @@ class CheckedPolicy:
         """
         answers: Sequence[object] = waiting
         try:
-            named = tuple(islice(self._policy.order(waiting, now), len(waiting) + 1))  # a generator may never end
+            given = self._policy.order(waiting, now)
+            ends = type(given) in (tuple, list)  # a generator may not
+            named = tuple(given if ends else islice(given, len(waiting) + 1))
             if len(named) > len(waiting):
                 raise InvalidAnswerError(named, f"an order of at most the {len(waiting)} waiting requests")
             answers = named
