@@ -48,6 +48,7 @@ class Child(Generic[T]):
         self._decoder: MessageDecoder[T] = MessageDecoder(kind)
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
+        self._closing: asyncio.Future[None]
         self._exited = asyncio.Event()
 
     @classmethod
@@ -75,6 +76,7 @@ class Child(Generic[T]):
         child = cls(process, kind, leads_group)
         child._watch()
         child._reader, child._writer = await asyncio.open_unix_connection(sock=ours)
+        child._closing = asyncio.ensure_future(child._read_error_of_link())
         child.send(launch)
         return child
 
@@ -155,6 +157,11 @@ class Child(Generic[T]):
             return await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
+
+    async def _read_error_of_link(self) -> None:
+        """Read the error of a message to a process that has exited: asyncio logs errors that nothing has read."""
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
 
     def _watch(self) -> None:
         """Start a thread that sets `_exited` when the process exits."""
