@@ -91,7 +91,9 @@ def open_stream(case: Case, tokenizer: Tokenizer) -> tuple[RequestGroup, Callabl
     """The group of a stream, and the function that builds its new events."""
     client: Any = GroupOnly()
     params = SamplingParams(max_tokens=10**6, stop=case.stops)
-    form = None if case.prompt is None else OutputFormat(begin=partial(PARSER.begin, case.prompt, ()))
+    form = (
+        None if case.prompt is None else OutputFormat(begin=partial(PARSER.begin, case.prompt, ()), owner="the parser")
+    )
     generation = Generation(client, tokenizer, [Request(id="r", prompt=(1,), params=params)], 1, form)
     generation.__enter__()
     writer = writer_of(case, tokenizer)
