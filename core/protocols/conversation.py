@@ -101,8 +101,9 @@ def template_arguments(text: str) -> Any:
 
 
 def complete_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call as an object in any case: of a text that is none, the members that are complete."""
-    begun = JsonScanner().feed(text.strip())[1]
+    """The arguments of a call as an object. Of a text that is not a JSON object, only the complete members."""
+    scanner = JsonScanner()
+    begun = scanner.feed(text.lstrip())[1] + scanner.held
     steps = completing(begun)
     while True:
         try:

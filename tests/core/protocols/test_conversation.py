@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.core.protocols import complete_arguments
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"a": 1,', {"a": 1}),
+        ('{"a": 1 ', {"a": 1}),
+        (' {"a": true,\n ', {"a": True}),
+        ('{"a": None,', {"a": None}),
+        ('{"a": [1, 2,', {"a": [1, 2]}),
+        ('{"a": [1, 2 , {"b": False, ', {"a": [1, 2, {"b": False}]}),
+        ('{"a": 1,,', {"a": 1}),
+    ],
+)
+def test_complete_arguments_keeps_a_member_when_more_follows_it(text: str, arguments: Any) -> None:
+    assert complete_arguments(text) == arguments
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1', '{"a": tru', '{"a": Fal', '{"a": "b', '{"a": "b\\', '{"a":', '{"a', "{", "", "1,"]
+)
+def test_complete_arguments_drops_a_member_when_it_may_go_on(text: str) -> None:
+    assert complete_arguments(text) == {}
