@@ -10,7 +10,7 @@ import inspect
 import io
 import tokenize
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
 from types import ModuleType
@@ -121,13 +121,21 @@ def version_of(*modules: ModuleType) -> str:
 
 def code_of(source: str) -> str:
     """Python source without comments, docstrings and empty lines: the same text on every version of Python."""
-    lines = source.splitlines()
+    lines = source.split("\n")
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
+    for first, begin, last, end in sorted(_string_statements(source), reverse=True):
+        before, after = lines[first].encode()[:begin].decode(), lines[last].encode()[end:].decode()
+        lines[first : last + 1] = [before + after]
+    return "".join(f"{line.rstrip()}\n" for line in lines if line.strip())
+
+
+def _string_statements(source: str) -> Iterator[tuple[int, int, int, int]]:
+    """Where the statements that are only a string begin and end: line, byte in it, last line, byte in that."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             assert node.end_lineno is not None
-            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
-    return "".join(f"{line.rstrip()}\n" for line in lines if line.strip())
+            assert node.end_col_offset is not None
+            yield node.lineno - 1, node.col_offset, node.end_lineno - 1, node.end_col_offset

@@ -15,11 +15,11 @@ SCHEMA_LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "ite
 SCHEMA_MAP_KEYWORDS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
 """Keywords whose value maps names to schemas."""
 _ANY_TEXT_KEYWORDS = frozenset({"$comment", "description", "title", "type"})
-"""Keywords of a schema of all texts."""
+"""Keywords that a schema accepting every string may have."""
 
 
 def restricts_nothing(keyword: str, value: Any) -> bool:
-    """Whether a keyword, which libraries that generate schemas also write without need, allows everything."""
+    """Whether a keyword has a value without effect, as schema generators write."""
     if keyword == "uniqueItems":
         return value is False
     if keyword == "propertyNames":
@@ -30,7 +30,7 @@ def restricts_nothing(keyword: str, value: Any) -> bool:
 
 
 def _allows_all_texts(schema: Any) -> bool:
-    """Whether every text is valid, as far as it can be seen immediately."""
+    """Whether the schema obviously accepts every string."""
     if not isinstance(schema, Mapping):
         return schema is True
     kinds = schema.get("type", "string")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.core.errors import InvalidRequestError
@@ -18,14 +19,16 @@ TOOL_LABEL: Final = "x-engine-tool"
 ANY_OBJECT: Final = {"type": "object"}
 DEFINITIONS: Final = ("$defs", "definitions")
 """Keywords of a schema that hold schemas to which its properties may refer."""
+MAX_COMPILATIONS: Final = 128
+"""Compilations that look for the refused properties of one schema. Each contains all definitions of the schema."""
 
 
 def compile_with_tools(grammar: Grammar, compile_one: Callable[[Grammar], CompiledGrammar]) -> CompiledGrammar:
     """Compile a grammar; if it is a structural tag, its schemas may have labels.
 
-    Where a backend refuses the schema of a tool that is not strict, the refused arguments may be anything, or all of
-    them any object. Raises InvalidRequestError that names the tool if it is strict, and for another part of a
-    structural tag that of the part alone, which the client knows.
+    If a backend refuses the schema of a tool that is not strict, each refused property accepts anything; if that is
+    refused too, all arguments together may be any object. Raises InvalidRequestError: for a strict tool, one that names
+    the tool; for another part of a structural tag, that of the part alone, which the client knows.
     """
     if grammar.kind != STRUCTURAL_TAG:
         return compile_one(grammar)
@@ -53,17 +56,38 @@ def compile_with_tools(grammar: Grammar, compile_one: Callable[[Grammar], Compil
 
 
 def _relaxed(schema: dict[str, Any], compile_one: Callable[[Grammar], CompiledGrammar]) -> dict[str, Any]:
-    """A refused schema of arguments with anything in place of each property that is refused; at worst, any object."""
+    """The schema with each refused property accepting anything; if that is refused too, any object."""
     properties = schema.get("properties")
     if not isinstance(properties, dict):
         return ANY_OBJECT
-    definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
-    kept = {
-        name: one if not isinstance(one, dict) or _problem({**definitions, **one}, compile_one) is None else True
-        for name, one in properties.items()
-    }
-    made = {**schema, "properties": kept}
+    definitions: dict[str, Any] = {name: schema[name] for name in DEFINITIONS if name in schema}
+    refused = _refused(properties, definitions, compile_one)
+    made = {**schema, "properties": {name: True if name in refused else one for name, one in properties.items()}}
     return made if _problem(made, compile_one) is None else ANY_OBJECT
+
+
+def _refused(
+    properties: Mapping[str, Any], definitions: Mapping[str, Any], compile_one: Callable[[Grammar], CompiledGrammar]
+) -> frozenset[str]:
+    """The names of the refused properties, found by halving groups that contain some.
+
+    After MAX_COMPILATIONS, all properties of the remaining groups count as refused.
+    """
+    groups = deque([list(properties)])
+    refused: list[str] = []
+    for _ in range(MAX_COMPILATIONS):
+        if not groups:
+            break
+        group = groups.popleft()
+        schema = {**ANY_OBJECT, **definitions, "properties": {name: properties[name] for name in group}}
+        if _problem(schema, compile_one) is None:
+            continue
+        if len(group) > 1:
+            middle = len(group) // 2
+            groups += [group[:middle], group[middle:]]
+        else:
+            refused += group
+    return frozenset(refused).union(*groups)
 
 
 def _problem(schema: Any, compile_one: Callable[[Grammar], CompiledGrammar]) -> InvalidRequestError | None:

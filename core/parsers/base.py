@@ -62,7 +62,7 @@ class Malformed:
     reason: str
     """A sentence for the API's client."""
     at_end: bool = False
-    """Whether the end of the output is what breaks the call that began last."""
+    """Whether the open call is incomplete only because the output ended."""
 
 
 Event = Reasoning | Content | CallBegin | CallArguments | CallEnd | Malformed
@@ -161,8 +161,10 @@ class Parsing(ABC):
         """The remaining events, after the last text."""
 
     def end_by_model(self) -> Sequence[Event]:
-        """The remaining events of an output that the model itself has ended, and no limit or stop string did; by
-        default those of `end`."""
+        """The remaining events when the model ended the output, rather than a limit or a stop string.
+
+        By default, those of `end`.
+        """
         return self.end()
 
 

@@ -42,7 +42,8 @@ def read_call(source: Source, accepts: Callable[[str], bool], at: int = 0) -> St
 def read_arguments(source: Source, begin: CallBegin, at: int = 0, ends: Sequence[str] = ()) -> Steps[Found]:
     """Read a JSON object, which begins at or after position `at`, as the arguments of a call that `begin` begins.
 
-    ends: marks that end a call. Where one of them follows instead, or the model ends the output, there are none: {}.
+    ends: marks that end a call. If one of them follows, or the model ended the output, the call has no arguments, which
+    is `{}`.
     """
     at = yield from source.skip_space(at)
     first = yield from source.character(at)

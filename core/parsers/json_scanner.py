@@ -44,8 +44,8 @@ class JsonScanner:
     """Reads one JSON value, without spaces before it, a piece of text at a time.
 
     What models write and JSON forbids becomes JSON: line breaks and other control characters in strings, the escape
-    \\', Python's True, False and None, and a comma after the last element. The time is proportional to the text, and
-    nothing of it is kept but what may still turn out to be such a mistake.
+    \\', Python's True, False and None, and a comma after the last element. The time is proportional to the text;
+    only characters whose JSON form depends on the next ones are kept.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class JsonScanner:
         self._rest = self._meant = ""
         """The rest of the literal being read, and the literal in JSON."""
         self._held: list[str] = []
-        """Characters read whose JSON depends on what follows: a comma and the spaces after it, the beginning of a
+        """Characters read whose JSON form depends on the next ones: a comma and the spaces after it, the beginning of a
         literal, or a backslash."""
         self._digits = 0
         """Hexadecimal digits that must follow."""
@@ -76,8 +76,8 @@ class JsonScanner:
     def feed(self, text: str, at: int = 0) -> tuple[int, str]:
         """Read on from position `at` of `text`.
 
-        Returns the position after the last character that is part of the value, and the characters read, as JSON. Some
-        of these may come only with what follows them; `held` has them at the end of the text.
+        Returns the position after the last character that is part of the value, and the characters read, as JSON.
+        Characters whose JSON form depends on the next ones are returned by a later call; until then `held` has them.
         """
         found: list[str] = []
         while at < len(text) and not (self.done or self.failed):
@@ -144,7 +144,7 @@ class JsonScanner:
         return None if self.failed else character
 
     def _hold(self, character: str) -> str:
-        """Read a character whose JSON depends on what follows."""
+        """Read a character whose JSON form depends on the next ones."""
         self._held.append(character)
         return ""
 

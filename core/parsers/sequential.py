@@ -61,7 +61,7 @@ class Source:
                 return False
 
     def starts_with_one(self, marks: Sequence[str], at: int = 0) -> Steps[str | None]:
-        """The first of `marks` with which the text goes on; None if it does with none."""
+        """The first of `marks` that the text continues with, or None."""
         for mark in marks:
             if (yield from self.starts_with(mark, at)):
                 return mark

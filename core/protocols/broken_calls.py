@@ -9,7 +9,7 @@ from engine.core.protocols.errors import ApiError, excerpt
 
 
 def breaks_call(event: Event) -> bool:
-    """Whether a call that is not complete can no longer become so after an event, other than at the output's end."""
+    """Whether an event shows that the open call cannot be completed, for a reason other than the end of the output."""
     if isinstance(event, Malformed):
         return not event.at_end
     return not isinstance(event, CallArguments | CallEnd)

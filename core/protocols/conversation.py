@@ -15,6 +15,7 @@ from engine.core.parsers import (
     ToolChoice as ToolChoice,  # noqa: PLC0414  (a public name of this package too)
 )
 from engine.core.protocols.partial_json import completing
+from engine.core.unicode import without_lone_surrogates
 
 
 @frozen(kw_only=True)
@@ -89,20 +90,22 @@ class Conversation:
 def template_arguments(text: str) -> Any:
     """The arguments of a call, JSON, as the object that chat templates expect.
 
-    An empty text is no arguments. A text that is no JSON object, as of a call that was cut short, stays a text.
+    An empty text is no arguments. A text that is no JSON object, as of a call that was cut short, stays a text. Half of
+    a surrogate pair is read as U+FFFD.
     """
     if not text.strip():
         return {}
     try:
-        found = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = msgspec.json.decode(without_lone_surrogates(text.encode()))
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return text
     return found if isinstance(found, dict) else text
 
 
 def complete_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call as an object in any case: of a text that is none, the members that are complete."""
-    begun = JsonScanner().feed(text.strip())[1]
+    """The arguments of a call as an object. Of a text that is not a JSON object, only the complete members."""
+    scanner = JsonScanner()
+    begun = scanner.feed(text.lstrip())[1] + scanner.held
     steps = completing(begun)
     while True:
         try:

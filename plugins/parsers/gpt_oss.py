@@ -43,7 +43,7 @@ from engine.core.parsers import (
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
 ENDS = (END, RETURN, CALL, START)
-"""Where the text of a message ends: a message may begin where none has ended."""
+"""Marks that end a message's text; a message may also begin without an end mark before it."""
 FUNCTIONS = "functions."
 """Begins the recipient of a call."""
 BEGINNINGS = (START, CHANNEL, MESSAGE, CONSTRAIN, "assistant", "to=")
@@ -160,7 +160,7 @@ class _HarmonyParsing(SequentialParsing):
         begins = yield from self._begins()
         found = (yield from self.source.find((MESSAGE,), HEADER_CHARS)) if begins else None
         if found is None:
-            if self._ended and self._is_cut_header():
+            if self._is_cut_header():
                 self.source.take(len(self.source.unread))
                 return
             if begins:
@@ -190,15 +190,20 @@ class _HarmonyParsing(SequentialParsing):
 
     def _is_cut_header(self) -> bool:
         """Whether the output ends within what can only be a header."""
-        rest = self.source.unread
+        rest = self.source.unread.lstrip()
         if not self.source.ended or len(rest) > HEADER_CHARS:
+            return False
+        if not (self._ended or rest.startswith((START, CHANNEL, CONSTRAIN))):
             return False
         recipients = [f"to={prefix}{name}" for name in self._tools for prefix in ("", FUNCTIONS)]
         parts = (START, CHANNEL, MESSAGE, CONSTRAIN, "assistant", *CHANNELS, *CONTENT_TYPES, *recipients)
         by_length = sorted(parts, key=len, reverse=True)
-        while part := next(filter(rest.lstrip().startswith, by_length), ""):
-            rest = rest.lstrip().removeprefix(part)
-        return any(part.startswith(rest.lstrip()) for part in parts)
+        while not any(part.startswith(rest) for part in parts):  # before a part is removed: "get" begins "get_weather"
+            part = next(filter(rest.startswith, by_length), "")
+            if not part:
+                return False
+            rest = rest.removeprefix(part).lstrip()
+        return True
 
     def _call(self, begin: CallBegin, at: int) -> Steps[None]:
         """Read the arguments of a call, from position `at` on, and the end of its message."""

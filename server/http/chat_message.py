@@ -161,7 +161,7 @@ class ChatMessage:
         return self._open if self._open is not None and self._open.reader is not None else None
 
     def _break(self, call: _Call, *, streamed: bool) -> None:
-        """Make the open call content: its input is a plain text, so that clients would run what there is of it."""
+        """Turn the open call into content, since clients would run its partial input."""
         if streamed:
             raise broken_call(call.name, self.error.get("parse_error"))
         self._open = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -18,6 +17,7 @@ from engine.core.protocols import (
     value_counts,
     without_unknown_nulls,
 )
+from engine.core.unicode import without_lone_surrogates
 from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http.chat_tools import Tool
 from engine.server.http.errors import invalid
@@ -158,14 +158,6 @@ REPLACED = {"functions": "tools", "function_call": "tool_choice"}
 """Old parameters of chat, and those that have replaced them."""
 _SMALL_BODY = 2**16
 """Bytes of a body that is decoded in a few milliseconds, whatever it holds."""
-_LONE_SURROGATE = re.compile(
-    rb"""
-    \\u[dD] (?: [89abAB] [0-9a-fA-F]{2} (?! \\u[dD] [c-fC-F] [0-9a-fA-F]{2} )  # the first half of a pair
-    | (?<! \\u[dD] [89abAB] [0-9a-fA-F]{2} \\u[dD] ) [c-fC-F] [0-9a-fA-F]{2} )  # the second half
-    """,
-    re.VERBOSE,
-)
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
 _SETTING = "server.max_body_bytes"
 
 
@@ -265,14 +257,3 @@ def _decode(body: bytes, kind: type[T]) -> T:
         if not has_unknown_field(str(error)):
             raise
     return msgspec.convert(without_unknown_nulls(msgspec.json.decode(body), kind), kind, str_keys=True)
-
-
-def without_lone_surrogates(body: bytes) -> bytes:
-    """JSON with U+FFFD in place of each half of a surrogate pair, which no text has.
-
-    JavaScript writes text that was cut within a character so, and a client sends it again with every turn of a chat.
-    """
-    if b"\0" in body:  # no JSON
-        return body
-    escapes = body.replace(rb"\\", b"\0")  # so that each backslash begins another escape
-    return _LONE_SURROGATE.sub(_REPLACEMENT, escapes).replace(b"\0", rb"\\")

@@ -148,8 +148,8 @@ class CollectedBlocks:
     def content(self, *, cut: bool) -> Iterator[dict[str, Any] | None]:
         """The elements of a message's `content`, one at a time, and None amid work on a long one.
 
-        cut: whether the output was cut short within its last call, if that is not complete. Such a call has the
-        arguments that are complete; any other that is not complete is text, so that no client runs it without the rest.
+        cut: whether the output was cut short within its last call, if that is not complete. A call cut short keeps its
+        complete arguments; any other incomplete call becomes text, so that no client runs it.
         """
         for block in self._blocks:
             texts = {name: "".join(parts) for name, parts in block.texts.items()}

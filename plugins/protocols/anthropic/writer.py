@@ -116,7 +116,7 @@ class MessageWriter(AnswerWriter):
 
     @property
     def _cut_short(self) -> bool:
-        """Whether the answer ended where it was, not where the model ended it."""
+        """Whether a limit or a stop string ended the answer."""
         return self._finish_reason == FINISH_LENGTH or self._stop_sequence is not None
 
     def _message(self, usage: Usage) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class _Turn:
     reasoning: list[str] = attrs.field(factory=list)
     calls: list[dict[str, Any]] = attrs.field(factory=list)
     ends_with_text: bool = False
-    """Whether the last item was a text: one that follows is a line of its own, since no output has it so."""
+    """Whether the last item was text. Further text starts a new line: the server never returns two texts in a row."""
 
     def add_text(self, text: str) -> None:
         """Add the text of a message."""

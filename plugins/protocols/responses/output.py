@@ -349,7 +349,7 @@ class Output:
         self._open.add(text, logprobs)
 
     def _break(self, call: CustomCall) -> None:
-        """Make the open call text: its input is a plain text, so that clients would run what there is of it."""
+        """Turn the open call into text, since clients would run its partial input."""
         if self.streams:
             raise broken_call(call.function, "; ".join(dict.fromkeys(self.errors)) or None)
         self.drop_open_call()

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars import TOOL_LABEL, Grammar, compile_with_tools
+from engine.core.grammars.tool_schemas import MAX_COMPILATIONS
 
 
 class Backend:
@@ -14,8 +16,10 @@ class Backend:
 
     def __init__(self) -> None:
         self.accepted: list[Grammar] = []
+        self.compilations = 0
 
     def compile(self, grammar: Grammar) -> Any:
+        self.compilations += 1
         if '"odd"' in grammar.source:
             raise InvalidRequestError(f"refuses a {grammar.kind}", "grammar")
         self.accepted.append(grammar)
@@ -30,9 +34,9 @@ def tool(*, strict: bool = False, **schema: Any) -> dict[str, Any]:
     return {"type": "object", **schema, TOOL_LABEL: {"name": "f", "strict": strict}}
 
 
-def compiled(*schemas: dict[str, Any]) -> list[dict[str, Any]]:
+def compiled(*schemas: dict[str, Any], backend: Backend | None = None) -> list[dict[str, Any]]:
     """The schemas with which a structural tag is accepted."""
-    backend = Backend()
+    backend = backend or Backend()
     compile_with_tools(tag(*schemas), backend.compile)
     elements = json.loads(backend.accepted[-1].source)["format"]["elements"]
     return [element["json_schema"] for element in elements]
@@ -44,6 +48,24 @@ def test_only_the_refused_arguments_are_free_when_a_tool_is_not_strict() -> None
     rest = {"required": ["a", "b"], "additionalProperties": False, "$defs": {"c": {"type": "integer"}}}
     [found] = compiled(tool(properties=properties, **rest))
     assert found == {"type": "object", "properties": {**properties, "b": True}, **rest}
+
+
+@pytest.mark.parametrize(("count", "refused"), [(1000, [0]), (1000, [333, 999]), (60, range(60)), (1, [0])])
+def test_few_compilations_find_the_refused_arguments_when_there_are_many(count: int, refused: Sequence[int]) -> None:
+    properties = {f"p{at}": {"odd": 1} if at in refused else {"type": "string"} for at in range(count)}
+    backend = Backend()
+    [found] = compiled(tool(properties=properties), backend=backend)
+    assert [name for name, one in found["properties"].items() if one is True] == [f"p{at}" for at in refused]
+    assert backend.compilations < 2 * min(count, len(refused) * 10) + 10
+
+
+def test_the_neighbours_of_refused_arguments_are_free_when_very_many_are_refused() -> None:
+    properties = {f"p{at}": {"odd": 1} if at < 500 else {"type": "string"} for at in range(1000)}
+    backend = Backend()
+    [found] = compiled(tool(properties=properties), backend=backend)
+    assert all(found["properties"][f"p{at}"] is True for at in range(500))
+    assert found["properties"]["p999"] == {"type": "string"}
+    assert backend.compilations < MAX_COMPILATIONS + 10
 
 
 @pytest.mark.parametrize(

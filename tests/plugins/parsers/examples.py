@@ -215,6 +215,20 @@ GPT_OSS_EXAMPLES = (
         Example(f"<|channel|>analysis<|message|>hmm<|end|><|start|>{header}", reasoning="hmm")
         for header in ("", "assi", "assistant", "assistant<|ch", "assistant<|channel|>comm", "assistant<|channel|>commentary to=functions.f <|constrain|>js")
     ),
+    Example("<|channel|>analysis<|message|>hmm<|end|><|start|>assistant to=functions.get_w", reasoning="hmm", tools=("f", "get", "get_wind")),
+    Example("<|channel|>analysis<|message|>hmm<|end|><|start|>assistant to=functions.get json", reasoning="hmm", tools=("get", "get_wind")),
+    Example(
+        "<|channel|>analysis<|message|>hmm<|end|><|start|>assistant to=functions.get_x",
+        reasoning="hmm",
+        content="assistant to=functions.get_x",
+        tools=("get", "get_wind"),
+        malformed=True,
+    ),
+    *(
+        Example(header)
+        for header in ("<|channel|>", "<|channel|>analysis", " <|channel|>commentary to=functions.f", "<|start|>assistant", "<|constrain|>js")
+    ),
+    Example("assistant", content="assistant", malformed=True),
     Example("<|channel|>analysis<|message|>hmm<|end|><|start|>assistant sunny", reasoning="hmm", content="assistant sunny", malformed=True),
     Example("<|channel|>final<|message|>sunny<|end|><|start|>assistant to=functions.Rome", content="sunny\nassistant to=functions.Rome", malformed=True),
     Example(

@@ -220,6 +220,7 @@ def test_a_custom_tool_with_other_arguments_keeps_them() -> None:
 
     assert read('{"input": "a\\tb"}') == ("a\tb", "")
     assert read('{"input": ""}') == ("", "")
+    assert read(r'{"input": "a\ud83d"}') == ("a\ufffd", "")
     for arguments in ('{"diff": "a"}', '{"input": 3}', "{}"):
         text, error = read(arguments)
         assert text == arguments

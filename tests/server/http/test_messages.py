@@ -54,7 +54,7 @@ def test_arguments_are_an_object_unless_they_were_cut_short(text: str, arguments
         ('{"a": True, "b": x}', {"a": True}),
         ('{"a": 1} and more', {"a": 1}),
         ('{"a": "\\ud800', {}),
-        ('{"a": "\\ud800"', {}),
+        ('{"a": "\\ud800"', {"a": "\ufffd"}),
         ("[1]", {}),
         ("x", {}),
     ],
