@@ -58,6 +58,11 @@ def free_memory(device: DeviceInfo) -> int:
     return Host().free_memory()
 
 
+def memory_share(config: EngineConfig, device: DeviceInfo) -> float:
+    """Share of the device's free memory that the engine may use."""
+    return config.cache.memory_fraction or MEMORY_SHARE[device.type]
+
+
 def max_sampling_rows(config: EngineConfig, *, speculates: bool) -> int:
     """Maximum rows of logits in one step: one per sequence, and one for each of its drafts."""
     drafts = config.speculator.max_drafts if speculates else 0

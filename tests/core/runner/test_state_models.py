@@ -141,7 +141,8 @@ def test_as_many_sequences_run_as_have_their_states_in_memory(
     make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     each = 4 * (2 * (2 * 4 * 6 + 16) + 16)
-    monkeypatch.setattr(derived, "STATES_SHARE", 6 * each / Host().total_memory())
+    monkeypatch.setattr(Host, "free_memory", lambda _: 10**9)
+    monkeypatch.setattr(derived, "STATES_SHARE", 6 * each / 10**9)
     engine = make_engine(state_models, **SETTINGS)
     assert engine.config.scheduler.max_running == 5
     assert engine.cache_info.state_bytes == 6 * each
