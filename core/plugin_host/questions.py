@@ -98,9 +98,10 @@ def attention_question(
         raise ConfigError(refusal)
     if not shape.has_attention:
         _refuse_cache_settings(config)
-        return lambda cls: (
-            "all layers of this model keep a state, and none has attention; leave attention.name (--attention) out"
-        )
+        refusal = "all layers of this model keep a state, and none has attention"
+        if config.attention.name != AUTO:
+            refusal += "; leave attention.name (--attention) out"
+        return lambda cls: refusal
     dtype = resolve_dtype(config, checkpoint, device)
     kv_dtype = resolve_kv_dtype(config, dtype, checkpoint, quant, device)
     layout = cache_layout(shape, config, dtype, max_len(config, shape), kv_dtype, ranks)
