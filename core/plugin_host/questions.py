@@ -173,8 +173,8 @@ def _refuse_cache_settings(config: EngineConfig) -> None:
     for name in changed_settings(config.cache):
         if name not in ("memory_fraction", "prefix_caching"):
             raise ConfigError(
-                f"cache.{name} is set, but all layers of this model keep a state, and none has a KV cache; leave it out"
-                " (scheduler.max_running, --max-running, says for how many sequences there is memory)"
+                f"cache.{name} is set, but all layers of this model keep a state, and none has a KV cache; remove it;"
+                " --max-running sets how many states are allocated"
             )
     if config.attention.options:
         raise ConfigError(

@@ -68,8 +68,7 @@ class Generation:
         self._parsed: dict[int, ParsedOutput] = {}
         """The outputs that are parsed, of the choices that have outputs."""
         self._begun: set[tuple[int, type[Event]]] = set()
-        """(choice, class of parsed events) that a stream has had, so that more text of it may be an event of its
-        template."""
+        """(choice, class of event) already streamed: further text of that class can use its template."""
         self._requests = requests
         self._tokenizer = tokenizer
         self._detokenizers: dict[int, Detokenizer] = {}

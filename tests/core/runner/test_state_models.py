@@ -111,7 +111,7 @@ def test_piecewise_graphs_of_states_are_refused(make_engine: Any, replays: type[
             r"'torch' .* refuses: .* none has attention; leave attention.name \(--attention\) out",
         ),
         ({"attention__options": {"a": 1}}, r"attention.options is set, but .* none has attention; leave it out"),
-        ({"cache__memory": "1MiB"}, r"cache.memory is set, but .* none has a KV cache; leave it out .*--max-running"),
+        ({"cache__memory": "1MiB"}, r"cache.memory is set, but .* none has a KV cache; remove it; --max-running sets"),
         ({"cache__dtype": "float16"}, r"cache.dtype is set, but"),
         ({"cache__block_size": 32}, r"cache.block_size is set, but"),
         ({"cache__metrics": True}, r"cache.metrics is set, but"),
