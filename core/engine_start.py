@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @frozen(kw_only=True, eq=False)
 class StartedEngine:
-    """What a start made: all that an engine consists of."""
+    """The parts of a started engine."""
 
     config: EngineConfig
     """The resolved configuration."""

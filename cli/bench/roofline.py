@@ -137,6 +137,21 @@ def configured_roofline(config: EngineConfig, bandwidth: float | None, matmul: f
         return None
 
 
+def configured_running(config: EngineConfig) -> int:
+    """The max_running of an engine of this configuration that ran in another process."""
+    if config.scheduler.max_running:
+        return config.scheduler.max_running
+    from engine.core.device import find_device
+    from engine.core.plugin_host import fit_running, load_plugins, resolve, settle, shape_of
+    from engine.core.weights import Checkpoint
+
+    device = find_device(config.executor.device)
+    settled = settle(config, device)
+    stored = Checkpoint.open(config.model.path).config
+    model = resolve(settled, load_plugins(config.plugins), device, stored).model
+    return fit_running(settled, shape_of(model, stored), device).scheduler.max_running
+
+
 def stored_cost(config: EngineConfig, stored: Mapping[str, Any], device: DeviceInfo) -> ModelCost:
     """The cost of a model's steps, from a checkpoint whose weights are not loaded.
 

@@ -20,7 +20,7 @@ from engine.cli.bench.client import Answered, Answers, Job
 from engine.cli.bench.level import Level, print_levels, within
 from engine.cli.bench.load import TOKENS, parse_counts, say
 from engine.cli.bench.report import Json, Plot, report, write
-from engine.cli.bench.roofline import Roofline, configured_roofline
+from engine.cli.bench.roofline import Roofline, configured_roofline, configured_running
 from engine.cli.bench.server_process import Server, cpu_seconds, first_api_key, running
 from engine.cli.opening import located
 from engine.cli.options import configured, given_settings, refuse_settings
@@ -231,10 +231,7 @@ def serve(
 
     roofline = None if url else configured_roofline(config, bandwidth, matmul)
     if roofline is not None:
-        from engine.core.device import find_device
-        from engine.core.plugin_host import settle
-
-        max_running = settle(config, find_device(config.executor.device)).scheduler.max_running
+        max_running = configured_running(config)
         levels = [with_share(level, roofline, load, max_running) for level, load in zip(levels, loads, strict=True)]
     machine = _machine(config) if not url else f"the server at {url}"
     print_levels(levels, machine, input_len, output_len)

@@ -50,9 +50,11 @@ class ForwardBatch:
 
     @property
     def block_tables_host(self) -> npt.NDArray[np.int32]:
-        """[sequences, max_blocks] int32. The constructor takes it, or a function that makes it when it is first read,
-        which must be in the forward pass: few backends read it, and it is large for many sequences with one long
-        context among them."""
+        """[sequences, max_blocks] int32.
+
+        Made on first read, which must be during the forward pass: few backends need it, and one long context widens
+        every row. The constructor takes the array or a function that returns it.
+        """
         if callable(self._block_tables_host):
             self._block_tables_host = self._block_tables_host()
         return self._block_tables_host

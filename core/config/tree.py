@@ -114,7 +114,8 @@ class SchedulerConfig:
     max_running: int = setting(
         0,
         "Maximum running requests, all in one step. 0: 1024 on a GPU of 70 GB or more without a speculator, else 256;"
-        " fewer for a model with states (Mamba) that would take more than a quarter of the memory.",
+        " fewer for a model with states (Mamba) that would take more than a quarter of the memory, or half of the"
+        " engine's share of it.",
         flag="--max-running",
         aliases=("max_num_seqs",),
     )

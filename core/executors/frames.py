@@ -1,4 +1,4 @@
-"""Frees what the frames of a failed start hold, or keeps what can no longer be freed."""
+"""Drops or keeps the local variables of a failed start's frames."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ def clear_frames(error: BaseException) -> None:
 def never_free(value: object) -> None:
     """Keep an object until the process has ended, past Python's own clean-up.
 
-    For what holds memory pools of a GPU that has failed: their destructors cannot return the memory, and torch then
-    aborts the process.
+    Use for objects that hold memory pools of a failed GPU: torch aborts the process when they are freed.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 

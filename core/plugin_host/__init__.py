@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from engine.core.plugin_host.derived import (
         DTYPES as DTYPES,
         attention_spec as attention_spec,
+        fit_running as fit_running,
         fused_kernels as fused_kernels,
         resolve_dtype as resolve_dtype,
         resolve_kv_dtype as resolve_kv_dtype,
@@ -57,6 +58,7 @@ __getattr__, __dir__, __all__ = exports(
     derived=(
         "DTYPES",
         "attention_spec",
+        "fit_running",
         "fused_kernels",
         "resolve_dtype",
         "resolve_kv_dtype",

@@ -13,10 +13,12 @@ from engine.core.attention.base import AttentionSpec, GraphSupport
 from engine.core.config.tree import AUTO, FEW_RUNNING, KV_DTYPES, EngineConfig
 from engine.core.errors import ConfigError, PluginError
 from engine.core.extras import install_command
+from engine.core.host import Host
 from engine.core.models.base import ModelSpec, StateShape
 from engine.core.plugin_host.faults import expect
 from engine.core.plugin_host.guard import owner_of
 from engine.core.quant.float8 import FLOAT8, has_float8
+from engine.core.runner.memory import memory_share
 from engine.core.speculators.base import SpeculatorSpec
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ GiB for a vocabulary of 128,000) matter little."""
 STATES_SHARE = 0.25
 """Maximum share of the device's memory for the states of running sequences, where `max_running` is not set. More
 sequences gain little: reading their states then takes longer than reading the weights."""
+STATES_SHARE_OF_BUDGET = 0.5
+"""Maximum share for these states of the memory that the engine may use; weights and activations need the rest."""
 
 
 def settle(config: EngineConfig, device: DeviceInfo, *, drafts: bool = False) -> EngineConfig:
@@ -59,18 +63,23 @@ def settle(config: EngineConfig, device: DeviceInfo, *, drafts: bool = False) ->
 
 
 def fit_running(config: EngineConfig, model_spec: ModelSpec, device: DeviceInfo) -> EngineConfig:
-    """Lower max_running until the states of that many sequences take at most STATES_SHARE of the device's memory.
+    """Lower max_running until the states of that many sequences take at most STATES_SHARE of the device's memory, and
+    STATES_SHARE_OF_BUDGET of what the engine may use of it.
 
-    For a max_running that nobody has set: states are allocated for all running sequences.
+    Call only if max_running is not set. States are allocated for all running sequences.
     """
     from engine.core.attention.state_pool import StatePool
 
     caches = [cache for cache in model_spec.layer_caches if isinstance(cache, StateShape)]
     ranks = config.executor.tensor_parallel
     each = sum(StatePool.bytes_per_sequence(cache.on_rank(ranks)) for cache in caches)
+    available = device.memory_bytes
     if device.type == "cpu":
         each *= ranks  # all ranks share the host's memory
-    scheduler, memory = config.scheduler, int(device.memory_bytes * STATES_SHARE)
+        # A GPU is not asked: that would make a CUDA context in this process, and the model may run in others.
+        available = min(available, Host().free_memory())
+    share = min(STATES_SHARE, STATES_SHARE_OF_BUDGET * memory_share(config, device))
+    scheduler, memory = config.scheduler, int(available * share)
     if not memory or each * (scheduler.max_running + 1) <= memory:
         return config
     fits = max(memory // each - 1, 1)  # one more row is for padding

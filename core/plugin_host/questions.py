@@ -98,9 +98,10 @@ def attention_question(
         raise ConfigError(refusal)
     if not shape.has_attention:
         _refuse_cache_settings(config)
-        return lambda cls: (
-            "all layers of this model keep a state, and none has attention; leave attention.name (--attention) out"
-        )
+        refusal = "all layers of this model keep a state, and none has attention"
+        if config.attention.name != AUTO:
+            refusal += "; leave attention.name (--attention) out"
+        return lambda cls: refusal
     dtype = resolve_dtype(config, checkpoint, device)
     kv_dtype = resolve_kv_dtype(config, dtype, checkpoint, quant, device)
     layout = cache_layout(shape, config, dtype, max_len(config, shape), kv_dtype, ranks)
@@ -172,8 +173,8 @@ def _refuse_cache_settings(config: EngineConfig) -> None:
     for name in changed_settings(config.cache):
         if name not in ("memory_fraction", "prefix_caching"):
             raise ConfigError(
-                f"cache.{name} is set, but all layers of this model keep a state, and none has a KV cache; leave it out"
-                " (scheduler.max_running, --max-running, says for how many sequences there is memory)"
+                f"cache.{name} is set, but all layers of this model keep a state, and none has a KV cache; remove it;"
+                " --max-running sets how many states are allocated"
             )
     if config.attention.options:
         raise ConfigError(

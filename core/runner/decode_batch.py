@@ -180,5 +180,5 @@ class DecodeBatch:
         return SampledTokens.from_host(tokens, max_logits, self._device)
 
     def undo_count(self) -> None:
-        """Set the device's count of replays to the host's, after kernels of `end` that were no replay."""
+        """Reset the device's replay counter to the host's, after `end` ran outside a replay."""
         self._num_replays.fill_(self._num_replays_launched)

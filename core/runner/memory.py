@@ -58,6 +58,11 @@ def free_memory(device: DeviceInfo) -> int:
     return Host().free_memory()
 
 
+def memory_share(config: EngineConfig, device: DeviceInfo) -> float:
+    """Share of the device's free memory that the engine may use."""
+    return config.cache.memory_fraction or MEMORY_SHARE[device.type]
+
+
 def max_sampling_rows(config: EngineConfig, *, speculates: bool) -> int:
     """Maximum rows of logits in one step: one per sequence, and one for each of its drafts."""
     drafts = config.speculator.max_drafts if speculates else 0
@@ -149,21 +154,21 @@ def _too_small(
             f"one context of {max_len}": needed,
         }
     )
-    fewer_states = f"with the states of {fewer} running sequences it does: use --max-running {fewer}; or else, "
     advice = (
         f"the longest context that fits is {fits}: use --max-len {fits}, or give more memory with --kv-memory "
         "or --memory-fraction"
         if fits
         else "no context fits: give more memory with --kv-memory or --memory-fraction, or lower --max-batch-tokens"
     )
-    advice = f"{fewer_states}{advice}" if fewer > 0 else advice
+    if fewer > 0:
+        advice = f"one context fits with --max-running {fewer}. Otherwise {advice}"
     return f"the KV cache does not hold one context of {max_len} tokens:\n{table}\n{advice}"
 
 
 def _too_many_states(max_running: int, budget: int, used: Mapping[str, int], fewer: int) -> str:
     """The error of a model whose layers all keep a state. fewer: sequences whose states fit, if above 0."""
     advice = (
-        f"those of {fewer} fit: use --max-running {fewer}, or give more memory with --memory-fraction"
+        f"the states of {fewer} sequences fit: use --max-running {fewer}, or give more memory with --memory-fraction"
         if fewer > 0
         else "not even those of one fit: give more memory with --memory-fraction, or lower --max-batch-tokens"
     )

@@ -44,13 +44,13 @@ from engine.core.quant.float8 import KVScales
 from engine.core.runner.device_state import DeviceState, GroupState, StepGraphs
 from engine.core.runner.first_uses import FirstUses
 from engine.core.runner.memory import (
-    MEMORY_SHARE,
     MemoryPlan,
     estimate_activations,
     format_bytes,
     free_memory,
     logits_bytes,
     max_sampling_rows,
+    memory_share,
     plan_memory,
 )
 from engine.core.runner.persistent_batch import PersistentBatch
@@ -298,12 +298,11 @@ class RunnerStart:
             launcher.launch(step)
 
     def _plan_memory(self, free: int, weights: int, activations: int, kernels: int) -> MemoryPlan:
-        share = self._config.cache.memory_fraction or MEMORY_SHARE[self._device.type]
         return plan_memory(
             self._config,
             self._spec.max_len,
             self.layout.kinds,
-            budget=int(free * share),
+            budget=int(free * memory_share(self._config, self._device)),
             weights=weights,
             activations=activations,
             kernels=kernels,

@@ -49,7 +49,7 @@ class Tokenizer:
         self._vocabulary = vocabulary or LibraryVocabulary(wrapped.backend_tokenizer)
         self._own_bytes: dict[int, bytes | None] = {}
         self._bytes_after_text: dict[int, bytes] = {}
-        """Of tokens of the vocabulary that have no bytes of their own."""
+        """`token_bytes` of tokens without bytes of their own, cached."""
         self._tables: dict[frozenset[int] | None, Mapping[int, bytes]] = {}  # by the special tokens kept; None: all
         self.special_tokens = self._vocabulary.special_tokens
         """Tokens left out of the text if `skip_special_tokens`."""

@@ -10,6 +10,7 @@ chat_message.py, chat_tools.py                   messages and tools in the JSON 
 service.py                                       what the routes need of the process; makes engine requests
 job.py, generation.py, parsed_output.py          run a request's choices and turn outputs into text and events
 choices_writer.py                                writes the answers of completions and chat completions
+plugin_routes.py, plugin_writer.py               routes of plugins, whose faults are named
 responses.py, errors.py                          send JSON or server-sent events, until the client disconnects
 openapi.py, openapi_schemas.py                   GET /openapi.json
 page.py                                          GET /: the page of ../page, to talk to the model in a browser

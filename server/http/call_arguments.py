@@ -36,7 +36,10 @@ def with_arguments(messages: Sequence[Message], max_values: int, parameter: str)
 
 
 def with_objects(messages: Sequence[Message]) -> list[Message]:
-    """The messages of `with_arguments` with the complete members of arguments that are no JSON object."""
+    """If the template accepts only objects, arguments that are not JSON objects are replaced by their complete members.
+
+    messages: those of `with_arguments`.
+    """
     return _changed(messages, complete_arguments)
 
 

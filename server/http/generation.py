@@ -68,8 +68,7 @@ class Generation:
         self._parsed: dict[int, ParsedOutput] = {}
         """The outputs that are parsed, of the choices that have outputs."""
         self._begun: set[tuple[int, type[Event]]] = set()
-        """(choice, class of parsed events) that a stream has had, so that more text of it may be an event of its
-        template."""
+        """(choice, class of event) already streamed: further text of that class can use its template."""
         self._requests = requests
         self._tokenizer = tokenizer
         self._detokenizers: dict[int, Detokenizer] = {}
@@ -294,29 +293,37 @@ class Generation:
                 self._cached_tokens += output.cached_tokens
             if self.trace is not None:
                 self.trace.begin_choice(choice, output.times, output.cached_tokens, first)
-        piece = detokenizer.feed(output)
-        if output.prediction_tokens is not None and self._predictions is not None:
-            self._count_prediction(choice, output.prediction_tokens, len(piece.tokens))
-        delta.text += piece.text
-        delta.offsets += piece.offsets
-        delta.logprobs += piece.logprobs
         assert self._group is not None
         if choice in self._group.prompt_logprobs:
             delta.prompt_logprobs = self._group.prompt_logprobs.pop(choice)
+        kept = 0
+        # One by one if they are parsed, as in `_feed`.
+        for part in _by_token(output) if choice in self._parsed and len(output.tokens) > 1 else (output,):
+            kept += self._feed_part(choice, part, delta, output)
+            if delta.finish_reason is not None:
+                break
+        if output.prediction_tokens is not None and self._predictions is not None:
+            self._count_prediction(choice, output.prediction_tokens, kept)
+
+    def _feed_part(self, choice: int, part: Output, delta: Delta, output: Output) -> int:
+        """Add a part of an output to `delta`; return the number of tokens that are in the answer."""
+        piece = self._detokenizers[choice].feed(part)
+        delta.text += piece.text
+        delta.offsets += piece.offsets
+        delta.logprobs += piece.logprobs
         delta.finish_reason, delta.stop_string = piece.finish_reason, piece.stop_string
-        if output.finish_reason is not None:
-            self.running.discard(choice)
-            if self.trace is not None:
-                self.trace.end_choice(choice, piece.finish_reason or output.finish_reason, output)
-        elif piece.finish_reason is not None:
-            self._stop(choice)
+        if piece.finish_reason is not None:
+            self._end(choice, piece.finish_reason, output)
         if (parsed := self._parsed.get(choice)) is not None:
-            delta.spans.append((len(delta.events or ()), list(piece.logprobs)))
-            delta.events = [*(delta.events or []), *parsed.feed(piece.text, len(piece.tokens))]
+            delta.events = delta.events or []
+            delta.spans.append((len(delta.events), list(piece.logprobs)))
+            delta.events += parsed.feed(piece.text, len(piece.tokens))
             if delta.finish_reason is not None:
                 delta.events += parsed.end(by_model=delta.finish_reason == FINISH_STOP and delta.stop_string is None)
             elif parsed.ended:
-                delta.finish_reason = self._stop(choice)
+                delta.finish_reason = FINISH_STOP
+                self._end(choice, FINISH_STOP, output)
+        return len(piece.tokens)
 
     def _count_prediction(self, choice: int, counts: tuple[int, int], kept: int) -> None:
         """Count the `prediction_tokens` of an output whose tokens after the first `kept` are behind a stop string.
@@ -339,6 +346,15 @@ class Generation:
         self._parsed[choice] = ParsedOutput(parsing, one_call=self._format.one_call, owner=self._format.owner)
         return self._format.keep
 
+    def _end(self, choice: int, reason: str, output: Output) -> None:
+        """End a choice with `output`, and abort it in the engine unless the engine has ended it."""
+        if output.finish_reason is None:
+            self._stop(choice)
+            return
+        self.running.discard(choice)
+        if self.trace is not None:
+            self.trace.end_choice(choice, reason, output)
+
     def _stop(self, choice: int) -> str:
         """End a choice at a stop string or after its only call, and abort it in the engine; the finish reason."""
         assert self._group is not None
@@ -347,6 +363,14 @@ class Generation:
         if self.trace is not None:
             self.trace.end_choice(choice, FINISH_STOP)
         return FINISH_STOP
+
+
+def _by_token(output: Output) -> Iterator[Output]:
+    """An output of several tokens as outputs of one token each; the last one has the rest of its fields."""
+    for index in range(len(output.tokens) - 1):
+        one = slice(index, index + 1)
+        yield Output(request=output.request, tokens=output.tokens[one], logprobs=output.logprobs[one])
+    yield msgspec.structs.replace(output, tokens=output.tokens[-1:], logprobs=output.logprobs[-1:])
 
 
 @define

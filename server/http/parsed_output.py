@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 from attrs import frozen
 
 from engine.core.parsers import CallEnd, Event, Parsing
 from engine.server.http.parser_faults import raise_parser_fault
+
+EVENTS: tuple[type, ...] = get_args(Event)
+"""The classes of events."""
 
 
 @frozen(kw_only=True)
@@ -64,10 +68,13 @@ class ParsedOutput:
         return events
 
     def _up_to_call(self, events: Sequence[Event]) -> list[Event]:
-        """The events up to the end of the first call, if no other is wanted."""
-        if self._one_call:
-            for index, event in enumerate(events):
-                if isinstance(event, CallEnd):
-                    self.ended = True
-                    return list(events[: index + 1])
-        return list(events)
+        """The events up to the end of the first call, if no other is wanted. Raises TypeError for what is no event."""
+        found: list[Event] = []
+        for event in events:
+            if not isinstance(event, EVENTS):
+                raise TypeError(f"it returned {event!r} among its events")
+            found.append(event)
+            if self._one_call and isinstance(event, CallEnd):
+                self.ended = True
+                break
+        return found

@@ -20,6 +20,7 @@ from engine.core.protocols import API, AnswerWriter, ApiError, Call, Conversatio
 from engine.core.types import SamplingParams
 from engine.server.http.conversation import encode, respond
 from engine.server.http.errors import READ, ErrorBody, json_response
+from engine.server.http.plugin_writer import PluginWriter
 from engine.server.http.request_bodies import read
 from engine.server.http.responses import prepared
 from engine.server.http.service import Service
@@ -182,7 +183,8 @@ class _PluginRoutes(Routes):
         stream: bool,
         headers: Mapping[str, str] | None = None,
     ) -> Reply:
-        return await respond(self._service, name, conversation, writer, stream=stream, headers=headers)
+        named = PluginWriter(writer, self._plugin)
+        return await respond(self._service, name, conversation, named, stream=stream, headers=headers)
 
     async def count_tokens(self, conversation: Conversation) -> int:
         return len((await encode(self._service, conversation)).tokens)

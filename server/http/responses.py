@@ -185,6 +185,7 @@ class _EventWriter:
             self._connection.when_writable(None)
             if self._timer is not None:
                 self._timer.cancel()
+            self._write = self._connection.write_chunk  # a method of this object would keep it alive
 
     def _on_interval(self) -> None:
         """Keep the connection alive if nothing has been written for an interval.

@@ -313,8 +313,8 @@ class Service:
         return ChatPrompt(text, self._token_cache.encode(text, salt))
 
     def _render_calls(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> str:
-        """Render a conversation. A template that takes no arguments but objects gets the complete members of others,
-        as of a call that was cut short."""
+        """Render a conversation. If the template accepts only objects, arguments that are not JSON objects are replaced
+        by their complete members."""
         try:
             return self.render(messages, **given)
         except InvalidRequestError:

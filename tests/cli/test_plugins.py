@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from engine.cli.plugins import check_all
-from engine.core.config.tree import EngineConfig, ModelConfig
+from engine.core.config.tree import AttentionConfig, EngineConfig, ModelConfig
 from engine.core.hooks import hookimpl
 from engine.core.plugin_host import load
 from engine.core.schedulers.policy import API, SchedulingPolicy
@@ -197,10 +198,11 @@ def test_check_asks_two_that_are_named_together(run: Any, with_extra: Any, engin
 
 def test_check_asks_about_the_model_class_that_is_named(engine_checkpoint: Path) -> None:
     config = EngineConfig(model=ModelConfig(path=str(engine_checkpoint), name="states"))
-    verdicts = check_all(config, load.load_plugins(extra=[state_models]))
-    reasons = {one.reason for one in verdicts if one.extension_point == "attention"}
-    assert len(reasons) == 1
-    assert next(iter(reasons)).startswith("all layers of this model keep a state, and none has attention")
+    for attention, advice in (("auto", ""), ("torch", "; leave attention.name (--attention) out")):
+        config = evolve(config, attention=AttentionConfig(name=attention))
+        verdicts = check_all(config, load.load_plugins(extra=[state_models]))
+        reasons = {one.reason for one in verdicts if one.extension_point == "attention"}
+        assert reasons == {f"all layers of this model keep a state, and none has attention{advice}"}
 
 
 def test_check_without_a_readable_model_still_loads_every_class(tmp_path: Path) -> None:

@@ -11,16 +11,20 @@ from engine.cli.bench.ceilings import Ceilings
 from engine.cli.bench.roofline import (
     Roofline,
     configured_roofline,
+    configured_running,
     find_roofline,
     measured_roofline,
     stored_cost,
     weight_bits,
 )
-from engine.core import Engine, EngineConfig
-from engine.core.config.tree import ExecutorConfig, ModelConfig, QuantConfig
+from engine.core import Engine, EngineConfig, plugin_host
+from engine.core.config.tree import ExecutorConfig, ModelConfig, QuantConfig, SchedulerConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
+from engine.core.host import Host
+from engine.core.plugin_host import derived, load_plugins
 from engine.core.profiling import ModelCost, ModuleCost
+from tests.core.runner import state_models
 
 CPU = DeviceInfo(type="cpu")
 H200 = Ceilings(bandwidth=4.28e12, flops=814e12, source="measured before")
@@ -146,3 +150,17 @@ def test_an_engine_and_its_configuration_give_the_same_roofline(tiny: Path) -> N
     assert of_engine == configured_roofline(config, 0.01, 0.1)
     # Two layers: q, k, v, output 64 x (64 + 32 + 32) + 64 x 64, and 3 x 64 x 96; the LM head 512 x 64; five norms.
     assert of_engine.weight_bytes == 4 * (2 * (64 * 192 + 3 * 64 * 96) + 512 * 64 + 5 * 64)
+
+
+def test_as_many_requests_run_as_in_an_engine_when_layers_keep_states(
+    engine_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = 4 * (2 * (2 * 4 * 6 + 16) + 16)
+    monkeypatch.setattr(Host, "free_memory", lambda _: 10**9)
+    monkeypatch.setattr(derived, "STATES_SHARE", 6 * each / 10**9)
+    monkeypatch.setattr(plugin_host, "load_plugins", lambda _: load_plugins(extra=[state_models]))
+    path, cpu = str(engine_checkpoint), ExecutorConfig(device="cpu")
+    for name, running, expected in (("two-shapes", 0, 5), ("two-shapes", 7, 7), ("auto", 0, 256)):
+        model, scheduler = ModelConfig(path=path, name=name), SchedulerConfig(max_running=running)
+        config = EngineConfig(model=model, scheduler=scheduler, executor=cpu)
+        assert configured_running(config) == expected

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from engine.core.config.tree import EngineConfig, ExecutorConfig, SchedulerConfig, SpeculatorConfig
+from engine.core.config.tree import CacheConfig, EngineConfig, ExecutorConfig, SchedulerConfig, SpeculatorConfig
 from engine.core.device import DeviceInfo
+from engine.core.host import Host
 from engine.core.models.base import KVShape, ModelSpec, StateShape
 from engine.core.plugin_host.derived import fit_running, refuses_ranks, settle
 
@@ -33,13 +34,34 @@ def test_fewer_requests_run_where_each_has_several_rows_of_drafts() -> None:
     ("device", "ranks", "running"),
     [(LARGE_GPU, 1, 99), (LARGE_GPU, 2, 199), (CPU, 2, 256), (DeviceInfo(type="cpu", memory_bytes=10**9), 2, 1)],
 )
-def test_fewer_requests_run_where_their_states_take_much_memory(device: DeviceInfo, ranks: int, running: int) -> None:
+def test_fewer_requests_run_where_their_states_take_much_memory(
+    device: DeviceInfo, ranks: int, running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Host, "free_memory", lambda _: 10**12)
     keys, state = KVShape(num_heads=2, num_kv_heads=2, head_dim=8), StateShape(tensors=(((10**5, 250), "float32"),))
     config = settle(EngineConfig(executor=ExecutorConfig(tensor_parallel=ranks)), device)
     assert fit_running(config, with_layers(), device) == config
     assert fit_running(config, with_layers(keys, keys), device) == config
     assert fit_running(config, with_layers(state), evolve(device, memory_bytes=0)) == config, "the memory is unknown"
     assert fit_running(config, with_layers(state, keys, state), device).scheduler.max_running == running
+
+
+@pytest.mark.parametrize(
+    ("device", "fraction", "free", "running"),
+    [
+        (LARGE_GPU, 0.2, 0, 79),
+        (LARGE_GPU, 0.6, 0, 199),
+        (CPU, 0.0, 4 * 10**9, 9),
+        (CPU, 0.125, 16 * 10**9, 9),  # as one of four replicas
+    ],
+)
+def test_fewer_requests_run_when_the_engine_may_use_little_memory(
+    device: DeviceInfo, fraction: float, free: int, running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Host, "free_memory", lambda _: free)
+    state = StateShape(tensors=(((10**5, 250), "float32"),))
+    config = settle(EngineConfig(cache=CacheConfig(memory_fraction=fraction)), device)
+    assert fit_running(config, with_layers(state), device).scheduler.max_running == running
 
 
 def test_ranks_that_cannot_share_the_states_are_refused() -> None:

@@ -88,7 +88,9 @@ def test_plan_memory_offers_no_length_without_any_memory() -> None:
 
 def test_plan_memory_says_for_how_many_sequences_the_states_leave_room() -> None:
     sizes = {"weights": 300, "activations": 100, "bytes_per_block": 50}
-    with pytest.raises(CapacityError, match=r"states +250 B\n(.*\n)*with the states of 3 .* use --max-running 3; or"):
+    with pytest.raises(
+        CapacityError, match=r"states +250 B\n(.*\n)*one context fits with --max-running 3\. Otherwise the"
+    ):
         plan_memory(CONFIG, 100, KINDS, budget=950, states=250, **sizes)  # 50 each, and 7 blocks
     states_of_3 = attrs.evolve(CONFIG, scheduler=SchedulerConfig(max_running=3))
     assert plan_memory(states_of_3, 100, KINDS, budget=950, states=200, **sizes).num_blocks == 7
@@ -103,7 +105,9 @@ def test_plan_memory_says_for_how_many_sequences_there_is_memory_without_blocks(
     sizes = {"weights": 300, "activations": 100, "bytes_per_block": 0, "states": 250}
     plan = plan_memory(CONFIG, 100, (), budget=650, **sizes)
     assert (plan.num_blocks, plan.kv, plan.states, plan.blocks_per_context) == (0, 0, 250, 0)
-    with pytest.raises(CapacityError, match=r"states of 4 running(.*\n)*those of 2 fit: use --max-running 2, or"):
+    with pytest.raises(
+        CapacityError, match=r"states of 4 running(.*\n)*the states of 2 sequences fit: use --max-running 2, or"
+    ):
         plan_memory(CONFIG, 100, (), budget=599, **sizes)
     with pytest.raises(CapacityError, match=r"not even those of one fit: .* --memory-fraction"):
         plan_memory(CONFIG, 100, (), budget=499, **sizes)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from engine.core.parsers import Content, Event, Parsing, Templates as ModelTemplates
+from engine.core.parsers import CallEnd, Content, Event, Parsing, Templates as ModelTemplates
 from engine.core.protocols import Delta
 from engine.core.types import Output, Request, SamplingParams
 from engine.plugins.parsers.tagged import ReasoningOptions, ReasoningTags
@@ -180,6 +180,49 @@ def test_further_reasoning_and_content_are_events_of_their_templates(client: Gro
             put(client, 0, b"g", last=True)
             found.append(generation.events(Templates(text_event), build, reasoning_templates))
         assert found == [b"<Rz> <Ra> ", second, b"<Cc> ", b'0:"d" ', b'0:"ef" ', b"<Cg> "]
+
+
+@pytest.mark.parametrize(
+    "outputs", [[b"ab</think>cd"], [b"ab</think>c", b"d"], [b"a", b"b</think>cd"], [*map(bytes, zip(b"ab</think>cd"))]]
+)
+def test_usage_is_the_same_when_tokens_come_in_one_output(client: GroupOnly, outputs: list[bytes]) -> None:
+    requests, tokenizer = [Request(id="x", prompt=(1, 2))], ByteTokenizer("")
+    form = OutputFormat(begin=begin_reasoning, owner="the parser")
+    with Generation(cast("Any", client), cast("Any", tokenizer), requests, 1, form) as generation:
+        for place, tokens in enumerate(outputs):
+            put(client, 0, tokens, first=place == 0, last=place == len(outputs) - 1)
+        take_all(generation)
+    assert (generation.usage.completion_tokens, generation.usage.reasoning_tokens) == (12, 9)
+
+
+class CallParsing(Parsing):
+    """A call ends at )."""
+
+    reasoning = False
+
+    def feed(self, text: str) -> list[Event]:
+        return [CallEnd() if char == ")" else Content(char) for char in text]
+
+    def end(self) -> list[Event]:
+        return []
+
+
+@pytest.mark.parametrize("outputs", [[b"(a)zz"], [b"(", b"a)zz"], [b"(", b"a", b")", b"z", b"z"]])
+def test_usage_is_the_same_when_the_only_call_ends_within_an_output(client: GroupOnly, outputs: list[bytes]) -> None:
+    requests, tokenizer = [Request(id="x", prompt=(1, 2))], ByteTokenizer("")
+    form = OutputFormat(begin=CallParsing, one_call=True, owner="the parser")
+    reasons: list[str | None] = []
+
+    def collect(delta: Delta) -> Iterator[bytes]:
+        reasons.append(delta.finish_reason)
+        yield b""
+
+    with Generation(cast("Any", client), cast("Any", tokenizer), requests, 1, form) as generation:
+        for place, tokens in enumerate(outputs):
+            put(client, 0, tokens, first=place == 0, last=place == len(outputs) - 1)
+        generation.events(None, collect)
+    assert (generation.usage.completion_tokens, reasons[-1]) == (3, "stop")
+    assert not generation.running
 
 
 def fail(client: GroupOnly, choice: int) -> None:

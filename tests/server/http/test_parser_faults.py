@@ -12,7 +12,7 @@ import pytest
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars import Grammar
-from engine.core.parsers import Event, OutputRules, Parser, Parsing, Templates
+from engine.core.parsers import Content, Event, OutputRules, Parser, Parsing, Templates
 from engine.core.plugin_host import guarded
 from engine.core.protocols import ApiError, Conversation
 from engine.core.types import Output, Request
@@ -127,6 +127,21 @@ def test_a_request_names_the_parser_when_reading_its_output_fails(caplog: pytest
     with pytest.raises(ApiError, match=r"'torn' of engine-torn 0.4 failed in end\(\): SystemExit: 3 \(.*line \d+"):
         parsed.end()
     assert len(caplog.records) == 2
+
+
+def test_a_request_names_the_parser_when_it_returns_no_event() -> None:
+    class Texts(TornParsing):
+        def feed(self, text: str) -> Sequence[Event]:
+            return [Content("a"), cast("Any", text)]
+
+        def end(self) -> Sequence[Event]:
+            return cast("Any", None)
+
+    parsed = ParsedOutput(Texts(), one_call=False, owner=OWNER)
+    with pytest.raises(ApiError, match=r"'torn' of engine-torn 0.4 failed in feed\(\): TypeError: it returned 'tide' "):
+        parsed.feed("tide", 1)
+    with pytest.raises(ApiError, match=r"'torn' of engine-torn 0.4 failed in end\(\): TypeError"):
+        parsed.end()
 
 
 def test_ctrl_c_while_a_parser_reads_is_not_its_fault() -> None:

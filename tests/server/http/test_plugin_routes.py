@@ -192,7 +192,9 @@ def test_a_writer_that_fails_ends_its_stream_alone(poems: Any, client: httpx.Cli
     for subject, last in (("a!", '{"failed":'), ("a!!", '{"error":')):
         response = client.post("/v1/poem", json={"subject": subject, "stream": True})
         assert last in response.text.strip().split("\n\n")[-1]
-        assert "internal server error" in response.text
+        assert "plugin 'poem' of poem 1.5 failed in events(); see the server's log" in response.text
+    assert "plugin 'poem' of poem 1.5 failed in events() of its AnswerWriter" in poems.errors
+    assert "plugin 'poem' of poem 1.5 failed in error_event() of its AnswerWriter" in poems.errors
     assert client.post("/v1/poem", json={"subject": "sea"}).json()["poem"] == "sea"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -39,6 +41,7 @@ class FakeGeneration:
 
     def __exit__(self, *_: object) -> None:
         self.open = False
+        self._wake = lambda: None
 
     def listen(self, listener: Callable[[], None]) -> None:
         self._wake = listener
@@ -390,3 +393,26 @@ def test_a_stream_ends_once_when_it_is_woken_again_before_the_last_write() -> No
         await client.task
 
     asyncio.run(main())
+
+
+def test_a_stream_is_freed_without_a_collection_when_its_client_leaves_after_an_interval() -> None:
+    async def main(passes: Callable[[float], Awaitable[None]]) -> None:
+        client = Client(interval=10)
+        await client.settle()
+        client.events.put(b"a")
+        await client.settle()
+        await passes(10)
+        connection = weakref.ref(client.connection)
+        client.disconnected.set()
+        await client.task
+        del client
+        await passes(10)
+        assert connection() is None
+
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        run_with_clock(main)
+    finally:
+        if collects:
+            gc.enable()
