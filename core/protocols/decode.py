@@ -51,6 +51,8 @@ def without_unknown_nulls(value: object, kind: type) -> object:
 
 def _without_nulls(value: object, kind: Type) -> object:
     """See `without_unknown_nulls`. kind: msgspec's description of the type."""
+    if not _has_fields(kind):  # such as a prompt of a million tokens
+        return value
     if isinstance(kind, UnionType):
         for one in kind.types:
             value = _without_nulls(value, one)
@@ -68,6 +70,15 @@ def _without_nulls(value: object, kind: Type) -> object:
             if one is not None or name in types
         }
     return value
+
+
+def _has_fields(kind: Type) -> bool:
+    """Whether values of a type may be, or may contain, structures."""
+    if isinstance(kind, UnionType):
+        return any(map(_has_fields, kind.types))
+    if isinstance(kind, CollectionType):
+        return _has_fields(kind.item_type)
+    return _has_fields(kind.value_type) if isinstance(kind, DictType) else isinstance(kind, StructType)
 
 
 def explain(message: str, parent: str = "", *, replaced: Mapping[str, str] = {}) -> ApiError:

@@ -161,7 +161,7 @@ class ChatWriter(ChoicesWriter):
             yield self._delta_event(choice, found, logprobs)
             logprobs = None
         if delta.finish_reason is not None:
-            message.end(delta.finish_reason, streamed=True)
+            message.end(delta.finish_reason, streamed=True, stop_string=delta.stop_string)
             yield self._delta_event(choice, {}, None, message.finish_reason(delta.finish_reason), message.error)
 
     def _beginnings(self, choice: int, deltas: Sequence[Mapping[str, Any]], *, finished: bool) -> Iterator[bytes]:

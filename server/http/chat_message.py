@@ -125,10 +125,13 @@ class ChatMessage:
             case _:
                 return None
 
-    def end(self, reason: str, *, streamed: bool) -> None:
-        """End the message; reason: the engine's finish reason. Raises ApiError as `delta` does."""
+    def end(self, reason: str, *, streamed: bool, stop_string: str | None = None) -> None:
+        """End the message; reason: the engine's finish reason. stop_string: which ended it.
+
+        Raises ApiError as `delta` does.
+        """
         if reason != FINISH_LENGTH and self._open_custom is not None:
-            self._break(self._open_custom, streamed=streamed)
+            self._break(self._open_custom, streamed=streamed, stop_string=stop_string)
 
     def body(self) -> dict[str, Any]:
         """The `message` of a whole response. `content` is null if there is only something else."""
@@ -160,10 +163,10 @@ class ChatMessage:
         """The call that began last, if it is one of a custom tool and not complete."""
         return self._open if self._open is not None and self._open.reader is not None else None
 
-    def _break(self, call: _Call, *, streamed: bool) -> None:
+    def _break(self, call: _Call, *, streamed: bool, stop_string: str | None = None) -> None:
         """Turn the open call into content, since clients would run its partial input."""
         if streamed:
-            raise broken_call(call.name, self.error.get("parse_error"))
+            raise broken_call(call.name, self.error.get("parse_error"), stop_string=stop_string)
         self._open = None
         self._calls.pop()
         self._content.append(call_text(call.name, "".join(call.arguments)))

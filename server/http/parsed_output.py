@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import get_args
 
-from attrs import frozen
+from attrs import evolve, frozen
 
-from engine.core.parsers import CallEnd, Event, Parsing
+from engine.core.parsers import CallEnd, Event, Malformed, Parsing
 from engine.server.http.parser_faults import raise_parser_fault
 
 EVENTS: tuple[type, ...] = get_args(Event)
@@ -61,7 +61,13 @@ class ParsedOutput:
         if self.ended:
             return []
         try:
-            events = self._up_to_call(self._parsing.end_by_model() if by_model else self._parsing.end())
+            if by_model:
+                events = self._up_to_call(self._parsing.end_by_model())
+            else:  # the end is at fault where a call is not complete, whether or not the parser says so
+                events = [
+                    evolve(event, at_end=True) if isinstance(event, Malformed) else event
+                    for event in self._up_to_call(self._parsing.end())
+                ]
         except BaseException as error:
             raise_parser_fault(self._owner, "end", error)
         self.ended = True

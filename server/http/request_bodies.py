@@ -156,6 +156,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 REPLACED = {"functions": "tools", "function_call": "tool_choice"}
 """Old parameters of chat, and those that have replaced them."""
+CONTENT_ENCODINGS = frozenset({"br", "compress", "deflate", "gzip", "x-compress", "x-gzip", "zstd"})
+"""Encodings of a body that HTTP has. Clients also send other words, such as "utf-8", with a plain body."""
+
 _SMALL_BODY = 2**16
 """Bytes of a body that is decoded in a few milliseconds, whatever it holds."""
 _SETTING = "server.max_body_bytes"
@@ -214,7 +217,7 @@ async def _body(request: Request, max_bytes: int, limit: str) -> bytes:
 def _check_encoding(request: Request) -> None:
     """Raise ApiError with status 415 for a compressed body (RFC 9110, section 15.5.16)."""
     given = ", ".join(request.headers.getlist("content-encoding"))
-    if any(name.strip().lower() not in ("", "identity") for name in given.split(",")):
+    if any(name.strip().lower() in CONTENT_ENCODINGS for name in given.split(",")):
         raise ApiError(
             415,
             f"the body has the content-encoding {excerpt(given)!r}, which this server does not decode; send it plain",

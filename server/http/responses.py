@@ -215,7 +215,7 @@ class _EventWriter:
         if self._generation.behind:
             asyncio.get_running_loop().call_soon(self._on_outputs)
         if not self._open:
-            if data:
+            if data or self._generation.finished:
                 self._first.set_result(data)
             return
         if data or self._generation.finished:

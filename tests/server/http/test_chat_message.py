@@ -92,6 +92,14 @@ def test_a_stream_fails_when_a_call_of_a_custom_tool_breaks(events: list[Event],
     assert raised.value.status == 500
 
 
+def test_a_stream_says_which_stop_string_is_in_a_call_of_a_custom_tool() -> None:
+    made = message([])
+    for event in PATCH:
+        made.delta(event)
+    with pytest.raises(ApiError, match=r"the stop string 'rm' is in it.*again without this stop string"):
+        made.end("stop", streamed=True, stop_string="rm")
+
+
 def test_a_call_of_a_custom_tool_stays_when_it_is_complete_or_cut_by_the_length() -> None:
     for events, reason, text in (
         ([*PATCH, CallArguments('"}'), CallEnd()], "stop", "rm -r a\n"),

@@ -12,7 +12,7 @@ import pytest
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars import Grammar
-from engine.core.parsers import Content, Event, OutputRules, Parser, Parsing, Templates
+from engine.core.parsers import Content, Event, Malformed, OutputRules, Parser, Parsing, Templates
 from engine.core.plugin_host import guarded
 from engine.core.protocols import ApiError, Conversation
 from engine.core.types import Output, Request
@@ -142,6 +142,19 @@ def test_a_request_names_the_parser_when_it_returns_no_event() -> None:
         parsed.feed("tide", 1)
     with pytest.raises(ApiError, match=r"'torn' of engine-torn 0.4 failed in end\(\): TypeError"):
         parsed.end()
+
+
+@pytest.mark.parametrize("by_model", [False, True])
+def test_a_call_is_broken_at_the_end_only_where_the_model_ended_the_output(by_model: bool) -> None:
+    """Whether or not the parser says that the end of the output is what breaks the call."""
+
+    class Cut(TornParsing):
+        def end(self) -> Sequence[Event]:
+            return [Content("a"), Malformed("a call is not complete")]
+
+    content, malformed = ParsedOutput(Cut(), one_call=False, owner=OWNER).end(by_model=by_model)
+    assert content == Content("a")
+    assert malformed == Malformed("a call is not complete", at_end=not by_model)
 
 
 def test_ctrl_c_while_a_parser_reads_is_not_its_fault() -> None:

@@ -242,6 +242,17 @@ def test_all_events_are_written_before_the_response_ends() -> None:
     asyncio.run(main(b"one", b"two", b"three"))
 
 
+def test_a_stream_without_events_ends_with_its_generation() -> None:
+    async def main() -> None:
+        client = Client(interval=60)
+        await client.settle()
+        client.events.put(b"", last=True)
+        await asyncio.wait_for(client.task, 10)
+        assert client.last == b"data: [DONE]\n\n"
+
+    asyncio.run(main())
+
+
 def test_all_events_are_written_before_an_error_that_comes_before_the_task_wakes() -> None:
     async def main() -> None:
         client = Client()
