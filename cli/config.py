@@ -57,7 +57,8 @@ def secrets(config: EngineConfig) -> set[str]:
 def to_toml(config: EngineConfig) -> str:
     """The configuration as a TOML file; paths are absolute, since relative ones start from the file's directory.
 
-    A secret is left out, with a comment that says so.
+    A secret is left out, with a comment that says so. An option of a plugin may be a path or other text: a comment says
+    from which directory a relative path starts.
     """
     hidden = secrets(config)
     sections: dict[str, list[str]] = {}
@@ -66,7 +67,11 @@ def to_toml(config: EngineConfig) -> str:
         is_path = key in PATHS and value and not (key in HUB_NAMES and is_hub_name(value))
         path = str(Path(value).absolute()) if is_path else value
         line = f"# {name}: {HIDDEN}" if key in hidden else f"{name} = {_toml(path)}"
-        sections.setdefault(section, []).append(line)
+        lines = sections.setdefault(section, [])
+        place = config.option_places.get(key)
+        if place is not None and isinstance(value, str | list):
+            lines.append(f"# a relative path in it starts from {_toml(place.directory or str(Path.cwd()))}")
+        lines.append(line)
     return "\n\n".join("\n".join([f"[{section}]", *lines]) for section, lines in sections.items())
 
 

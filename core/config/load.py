@@ -123,9 +123,10 @@ def load_config(
         put(path, _located(path, value), origin, _place(origin, key), in_defaults)
     in_file: dict[KeyPath, KeyPath] = {}
     if file is not None:
-        place = OptionPlace(str(file), str(file.parent))
+        directory = file.parent.absolute()  # a worker may have another working directory
+        place = OptionPlace(str(file), str(directory))
         for path, value in _sections(_read(file)):
-            put(path, _located(path, value, file.parent), file.name, f"{file}: {_bracketed(path)}", in_file, place)
+            put(path, _located(path, value, directory), file.name, f"{file}: {_bracketed(path)}", in_file, place)
     in_overrides: dict[KeyPath, KeyPath] = {}
     for key, override in overrides.items():
         path = split_key(key)

@@ -6,6 +6,7 @@ import collections.abc
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from itertools import cycle
 from pathlib import Path, PurePath
@@ -246,12 +247,17 @@ def _is_choice(kind: Any) -> bool:
 
 
 def _choice(value: Any, kind: Any) -> Any:
-    """Converts to the member of a Literal, or of an Enum, that has this value."""
+    """Converts to the member of a Literal, or of an Enum, that has this value or that the Enum itself finds for it."""
     is_enum = isinstance(kind, type)
+    if is_enum and isinstance(value, kind):
+        return value
     choices = [(one.value, one) for one in kind] if is_enum else [(one, one) for one in get_args(kind)]
     for plain, choice in choices:
         if type(plain) is type(value) and plain == value:
             return choice
+    if is_enum and type(value) is not bool:  # True == 1, but is no number
+        with suppress(ValueError):
+            return kind(value)
     known = [plain if isinstance(plain, str) else show(plain)[0] for plain, _ in choices]
     raise _WrongTypeError(f"{show(value)[0]} is no choice; {near_misses(str(value), known)}")
 

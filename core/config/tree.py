@@ -356,7 +356,7 @@ class OptionPlace:
     origin: str
     """The file, or the option of the command line."""
     directory: str = ""
-    """The directory from which a relative path starts; empty: the current one."""
+    """The absolute directory from which a relative path starts; empty: the current one."""
 
 
 @frozen(kw_only=True)

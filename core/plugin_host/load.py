@@ -225,16 +225,20 @@ def _check_hooks(manager: pluggy.PluginManager, plugin: object, info: PluginInfo
     for name in dir(plugin):
         options = manager.parse_hookimpl_opts(plugin, name)
         if options is not None:
-            marked[name] = options.get("specname") or name
-    for name, spec in _SPECS.items():
+            marked[name] = options
+    hook_of = {name: options.get("specname") or name for name, options in marked.items()}
+    for name in sorted(_SPECS.keys() - hook_of.keys() - set(hook_of.values())):
         member = getattr(plugin, name, None)
-        if name not in marked and member is not spec and inspect.isroutine(member):
+        imported = isinstance(plugin, types.ModuleType) and getattr(member, "__module__", None) != plugin.__name__
+        if inspect.isroutine(member) and not imported:
             raise PluginError(
                 f"{info} has a function {name}() that is not marked, so it would not be called; mark it with "
                 "@hookimpl of engine.core.hooks, or give it another name"
             )
-    for name, hook in marked.items():
+    for name, hook in hook_of.items():
         if hook not in _SPECS:
+            if marked[name].get("optionalhook"):
+                continue
             raise PluginError(f"{info}: there is no hook {hook!r}; {near_misses(hook, _SPECS)}")
         wanted = list(inspect.signature(_SPECS[hook]).parameters)
         found = _arguments(getattr(plugin, name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,24 +40,28 @@ def _problem(contract: type, cls: type, name: str, method: Any) -> str | None:
     found = inspect.getattr_static(cls, name)
     if found is method:
         return None
+    of_class = isinstance(method, classmethod | staticmethod)
+    is_descriptor = hasattr(type(found), "__get__")
     function = getattr(cls, name)
+    if isinstance(found, functools.partial):  # which is passed self from Python 3.14 on
+        return None
     if not callable(function):
-        return f"is {found!r}, not a method"
+        of_instance = is_descriptor and not of_class  # as a property, whose value only an instance has
+        return None if of_instance else f"is {found!r}, not a method"
     if inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(getattr(contract, name)):
         return "is a coroutine (async def), which is never awaited"
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # of a function that is not written in Python
         return None
-    of_class = isinstance(method, classmethod | staticmethod)
-    this = [] if of_class or isinstance(found, classmethod | staticmethod) else [None]
+    has_self = is_descriptor and not of_class and not isinstance(found, classmethod | staticmethod)
+    this = [None] if has_self else []
     for arguments in _calls(getattr(contract, name), of_class=of_class, every=name == "__init__"):
         try:
             signature.bind(*this, *arguments)
         except TypeError as error:
-            missing = of_class and not isinstance(found, classmethod | staticmethod)
-            hint = "; mark it with @classmethod" if missing else ""
-            return f"takes {_parameters(found)}: {error}{hint}"
+            hint = "; mark it with @classmethod" if of_class and inspect.isfunction(found) else ""
+            return f"takes {_parameters(function)}: {error}{hint}"
     return None
 
 
@@ -72,6 +77,6 @@ def _calls(function: Callable[..., Any], *, of_class: bool, every: bool) -> Iter
 
 def _parameters(method: Any) -> str:
     """The parameters of a method as its source has them, without annotations."""
-    signature = inspect.signature(getattr(method, "__func__", method))
+    signature = inspect.signature(getattr(method, "__func__", method), follow_wrapped=False)
     plain = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
     return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))

@@ -64,6 +64,18 @@ def test_toml_makes_paths_absolute(run: Any, tmp_path: Path, monkeypatch: pytest
     assert load_config(file).config.model.path == str(tmp_path / "mine")
 
 
+def test_toml_names_the_directory_from_which_a_path_starts_above_each_option_of_a_plugin_that_is_text(
+    run: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text('[attention.options]\ncache = "a/b"\nfiles = ["c"]\ntile = 64\n')
+    shown = run("config", "show", "--toml", "--config", str(file)).stdout
+    lines = shown[shown.index("[attention]") :].split("\n\n")[0].splitlines()
+    start = f'# a relative path in it starts from "{tmp_path}"'
+    options = lines[lines.index(start) :]
+    assert options == [start, 'options.cache = "a/b"', start, 'options.files = ["c"]', "options.tile = 64"]
+
+
 @pytest.mark.parametrize("value", ["tab\there", "line\nbreak", "del\x7f", 'quote"back\\slash', "ü😀", ""])
 def test_any_string_survives_toml(tmp_path: Path, value: str) -> None:
     file = tmp_path / "strings.toml"

@@ -151,6 +151,17 @@ def test_relative_paths_in_a_file_start_from_the_file(write: WriteFile, tmp_path
     assert load_config(file, {"model.path": "here"}).config.model.path == "here"
 
 
+def test_paths_in_a_file_stay_the_same_in_another_working_directory_when_the_file_is_named_by_a_relative_path(
+    write: WriteFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write('[model]\npath = "ckpt"\n[server]\nuds = "socket"\n[quant.options]\na = 1\n')
+    monkeypatch.chdir(tmp_path.parent)
+    config = load_config(Path(tmp_path.name, "engine.toml")).config
+    assert config.model.path == str(tmp_path / "ckpt")
+    assert config.server.uds == str(tmp_path / "socket")
+    assert config.option_places["quant.options.a"].directory == str(tmp_path)
+
+
 @pytest.mark.parametrize("key", PATHS)
 def test_tilde_is_the_home_of_the_user_wherever_a_path_is_given(
     key: str, write: WriteFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

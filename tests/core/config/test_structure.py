@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import Enum, Flag, IntEnum, StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,23 @@ class Color(Enum):
 class Level(IntEnum):
     LOW = 1
     HIGH = 7
+
+
+class Shade(StrEnum):
+    DARK = "dark"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Shade | None:
+        return cls.DARK if value == "Dark" else None
+
+
+class Access(Flag):
+    READ = 1
+    WRITE = 2
+
+
+class Scale(Enum):
+    WHOLE = 1.0
 
 
 @dataclass
@@ -63,6 +80,9 @@ class Options:
     tide: str = field(default="high", validator=validators.in_(("high", "low")))
     color: Color = Color.RED
     level: Level = Level.LOW
+    shade: Shade = Shade.DARK
+    access: Access = Access.READ
+    scale: Scale = Scale.WHOLE
     plain: Plain = Plain()  # noqa: RUF009
     unique: set[str] = field(factory=set)
     frozen: Set[int] = frozenset()
@@ -99,7 +119,14 @@ def test_keys_that_are_not_given_keep_their_defaults() -> None:
         ("inner", {"depth": 5}, Inner(5)),
         ("table", {"a": 1}, {"a": 1}),
         ("color", "red", Color.RED),
+        ("color", Color.BLUE, Color.BLUE),
         ("level", 7, Level.HIGH),
+        ("level", Level.HIGH, Level.HIGH),
+        ("shade", Shade.DARK, Shade.DARK),
+        ("shade", "Dark", Shade.DARK),
+        ("access", 3, Access.READ | Access.WRITE),
+        ("access", Access.READ | Access.WRITE, Access.READ | Access.WRITE),
+        ("scale", 1, Scale.WHOLE),
         ("plain", {"depth": 2}, Plain(2)),
         ("unique", ["a", "a"], {"a"}),
         ("frozen", [1], frozenset({1})),
@@ -152,6 +179,9 @@ def test_values_of_the_right_type_are_taken(name: str, given: object, value: obj
         ({"color": "bleu"}, r'color: "bleu" is no choice; did you mean blue\? known: red, blue$'),
         ({"level": 2}, r"level: 2 is no choice; known: 1, 7$"),
         ({"level": True}, r"level: true is no choice; known: 1, 7$"),
+        ({"scale": True}, r"scale: true is no choice; known: 1\.0$"),
+        ({"access": 8}, r"access: 8 is no choice; known: 1, 2$"),
+        ({"color": Level.LOW}, r"color: 1 is no choice; known: red, blue$"),
         ({"kind": "c"}, r'kind: "c" is no choice; known: a, b$'),
         ({"plain": {"deep": 2}}, r"mine.options.plain: there is no option 'deep'; did you mean depth\?"),
         ({"unique": "ab"}, r'unique: expected a list, written \[a, b\], found "ab"'),

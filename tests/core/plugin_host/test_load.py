@@ -178,6 +178,45 @@ def test_function_of_another_name_is_a_hook_when_its_mark_says_which(install: In
     assert load_plugins().schedulers.get("m").distribution == "engine-named"
 
 
+def test_function_with_the_name_of_a_hook_is_ignored_when_another_is_marked_as_that_hook(install: Install) -> None:
+    source = POLICY.format(name="m").replace("@hookimpl", '@hookimpl(specname="register_schedulers")')
+    source = source.replace("def register_schedulers", "def offer") + "\ndef register_schedulers(unused):\n    pass\n"
+    install("engine-named", "0.1", source, entry="named")
+    assert load_plugins().schedulers.get("m").distribution == "engine-named"
+
+
+def test_function_with_the_name_of_a_hook_is_ignored_when_it_is_imported_from_another_module(
+    install: Install, tmp_path: Path
+) -> None:
+    (tmp_path / "imported.py").write_text("def register_models(names):\n    pass\n")
+    install("engine-imports", "0.1", POLICY.format(name="m") + "\nfrom imported import register_models\n", entry="m")
+    assert load_plugins().schedulers.get("m").distribution == "engine-imports"
+
+
+def test_method_with_the_name_of_a_hook_is_refused_when_it_is_not_marked() -> None:
+    class Base:
+        def register_models(self, register: Callable[..., None]) -> None:
+            """Forgets its mark."""
+
+    class Derived(Base):
+        @hookimpl
+        def engine_started(self) -> None:
+            """Is marked."""
+
+    with pytest.raises(PluginError, match=r"has a function register_models\(\) that is not marked"):
+        load_plugins(extra=[Derived()])
+
+
+def test_hook_that_this_engine_does_not_have_is_ignored_when_its_mark_says_that_it_is_optional(
+    install: Install,
+) -> None:
+    optional = "\n@hookimpl(optionalhook=True)\ndef a_later_hook(anything):\n    raise RuntimeError\n"
+    install("engine-later", "0.1", POLICY.format(name="m") + optional, entry="later")
+    plugins = load_plugins()
+    assert not plugins.failures
+    assert plugins.schedulers.get("m").distribution == "engine-later"
+
+
 @pytest.mark.parametrize(
     ("written", "problem"),
     [

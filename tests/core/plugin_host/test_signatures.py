@@ -20,6 +20,20 @@ from engine.core.speculators.device import DeviceSpeculator
 POINTS = {point.name: point for point in EXTENSION_POINTS}
 
 
+class Order:
+    """An object that can be called as a method of a policy, which Python does not pass to it."""
+
+    def __call__(self, waiting: Any, now: Any) -> Any:
+        return waiting
+
+
+class Swapped:
+    """A descriptor that is no function itself."""
+
+    def __get__(self, policy: Any, kind: type) -> Any:
+        return self if policy is None else Order()
+
+
 def problem(point: str, contract: type, **members: Any) -> str | None:
     """What is said of a class that derives from a contract."""
     found = POINTS[point]
@@ -74,6 +88,30 @@ def problem(point: str, contract: type, **members: Any) -> str | None:
                 " the contract is DeviceSpeculator.choose(self, hidden)"
             ),
         ),
+        (
+            SchedulingPolicy,
+            "schedulers",
+            {"order": functools.partialmethod(lambda self, seed, waiting: waiting, 7)},
+            "Mine.order takes (self, waiting): too many positional arguments",
+        ),
+        (
+            SchedulingPolicy,
+            "schedulers",
+            {"victim": Order()},
+            "Mine.victim takes (waiting, now): missing a required argument: 'now'; the contract is",
+        ),
+        (
+            SchedulingPolicy,
+            "schedulers",
+            {"refuses": Order()},
+            "Mine.refuses takes (waiting, now): missing a required argument: 'waiting'; the contract is",
+        ),
+        (
+            SchedulingPolicy,
+            "schedulers",
+            {"refuses": property(lambda self: Order())},
+            "Mine.refuses is <property object",
+        ),
         (Executor, "executors", {"check": None}, "Mine.check is None, not a method; the contract is Executor.check"),
     ],
 )
@@ -98,6 +136,14 @@ def logged(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def with_seed(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(self: Any, waiting: Any, now: Any) -> Any:
+        return function(self, 7, waiting, now)
+
+    return call
+
+
 @pytest.mark.parametrize(
     "order",
     [
@@ -108,6 +154,12 @@ def logged(function: Callable[..., Any]) -> Callable[..., Any]:
         logged(lambda self, waiting, now: waiting),
         staticmethod(lambda waiting, now: waiting),
         classmethod(lambda cls, waiting, now: waiting),
+        with_seed(lambda self, seed, waiting, now: waiting),
+        functools.partialmethod(lambda self, seed, waiting, now: waiting, 7),
+        functools.partial(lambda seed, waiting, now: waiting, 7),
+        Order(),
+        property(lambda self: Order()),
+        Swapped(),
     ],
 )
 def test_nothing_is_said_of_a_method_that_takes_what_the_contract_passes(order: Any) -> None:
