@@ -6,7 +6,7 @@ import asyncio
 import uuid
 
 from engine.core.errors import InvalidRequestError
-from engine.core.protocols import API, ApiError, Call, Conversation, Reply, Routes, invalid, sse_event
+from engine.core.protocols import API, ApiError, Call, Conversation, Reply, Routes, invalid
 from engine.plugins.protocols.anthropic.bodies import CountTokensBody, MessagesBody
 from engine.plugins.protocols.anthropic.conversation import ASSISTANT, SYSTEM, USER, TemplateMessages
 from engine.plugins.protocols.anthropic.errors import NO_THREADS, error_body
@@ -18,8 +18,6 @@ WITHOUT_EFFECT = "x-parameters-without-effect"
 """Header of a response that names the parameters for which this model's chat template has no place."""
 BLOCKS_AT_A_TIME = 500
 """Blocks that are decoded without a pause."""
-PING = sse_event({"type": "ping"}, "ping")
-"""Keeps a stream alive."""
 _PROBE = "9b1e52"
 """A text that no chat template has."""
 
@@ -68,7 +66,6 @@ class MessagesApi:
             show_thinking=body.thinking is None or body.thinking.display != "omitted",
             fields={"diagnostics": {"cache_miss_reason": {"type": "unavailable"}}} if asked else {},
         )
-        writer.keep_alive = PING
         headers = {WITHOUT_EFFECT: ", ".join(without_effect)} if without_effect else None
         try:
             return await routes.respond(name, conversation, writer, stream=bool(body.stream), headers=headers)

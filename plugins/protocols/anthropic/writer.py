@@ -14,6 +14,8 @@ from engine.core.types import FINISH_LENGTH
 from engine.plugins.protocols.anthropic.blocks import BlockEvent, BlockSequence, CollectedBlocks
 from engine.plugins.protocols.anthropic.errors import error_body
 
+PING = sse_event({"type": "ping"}, "ping")
+"""Keeps a stream alive."""
 PING_SECONDS = 10.0
 """Seconds after which a stream that has nothing to send, because its reasoning is omitted, sends a ping."""
 
@@ -22,6 +24,7 @@ class MessageWriter(AnswerWriter):
     """Writes one message."""
 
     stream_end = b""
+    keep_alive = PING
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class MessageWriter(AnswerWriter):
                 raise broken_call(self._blocks.open_call, self._blocks.error)
             yield from map(_event, self._blocks.end())
         elif now - self._sent > PING_SECONDS:
-            yield _event({"type": "ping"})
+            yield PING
             self._sent = now
 
     def end(self, usage: Usage) -> bytes:
