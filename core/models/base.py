@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import field, frozen
@@ -52,16 +52,18 @@ class StateShape:
     @property
     def sharded_sizes(self) -> frozenset[int]:
         """First dimensions of the tensors that the ranks shard, over all ranks."""
-        whole = self.replicated or (False,) * len(self.tensors)
-        return frozenset(shape[0] for (shape, _), kept in zip(self.tensors, whole, strict=True) if not kept)
+        return frozenset(shape[0] for shape, _, is_whole in self._parts() if not is_whole)
 
     def on_rank(self, ranks: int) -> tuple[tuple[tuple[int, ...], str], ...]:
         """(shape, dtype) of each tensor of one sequence's state on one of `ranks` ranks."""
-        whole = self.replicated or (False,) * len(self.tensors)
         return tuple(
-            (shape if kept else (shape[0] // ranks, *shape[1:]), dtype)
-            for (shape, dtype), kept in zip(self.tensors, whole, strict=True)
+            (shape if is_whole else (shape[0] // ranks, *shape[1:]), dtype) for shape, dtype, is_whole in self._parts()
         )
+
+    def _parts(self) -> Iterator[tuple[tuple[int, ...], str, bool]]:
+        """(shape, dtype, whether every rank keeps all of it) of each tensor."""
+        replicated = self.replicated or (False,) * len(self.tensors)
+        return ((*tensor, is_whole) for tensor, is_whole in zip(self.tensors, replicated, strict=True))
 
 
 @frozen(kw_only=True)
