@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
 
 _LONE_SURROGATE = re.compile(
     rb"""
@@ -21,6 +27,22 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def decode_json(data: bytes, decode: Callable[[bytes], T]) -> T:
+    """What `decode` makes of JSON, in which halves of surrogate pairs are read as U+FFFD.
+
+    They are looked for only where `decode` finds no JSON. Raises what it raises.
+    """
+    try:
+        return decode(data)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        mended = without_lone_surrogates(data)
+        if mended == data:
+            raise
+    return decode(mended)
 
 
 def without_lone_surrogates(data: bytes) -> bytes:

@@ -15,7 +15,7 @@ from engine.core.parsers import (
     ToolChoice as ToolChoice,  # noqa: PLC0414  (a public name of this package too)
 )
 from engine.core.protocols.partial_json import completing
-from engine.core.unicode import without_lone_surrogates
+from engine.core.unicode import decode_json
 
 
 @frozen(kw_only=True)
@@ -96,7 +96,7 @@ def template_arguments(text: str) -> Any:
     if not text.strip():
         return {}
     try:
-        found = msgspec.json.decode(without_lone_surrogates(text.encode()))
+        found = decode_json(text.encode(), msgspec.json.decode)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return text
     return found if isinstance(found, dict) else text

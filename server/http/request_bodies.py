@@ -17,7 +17,7 @@ from engine.core.protocols import (
     value_counts,
     without_unknown_nulls,
 )
-from engine.core.unicode import without_lone_surrogates
+from engine.core.unicode import decode_json
 from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http.chat_tools import Tool
 from engine.server.http.errors import invalid
@@ -237,15 +237,7 @@ def _too_large(max_bytes: int, limit: str) -> ApiError:
 def decode(body: bytes, kind: type[T]) -> T:
     """Decode the JSON `body` as one of the types above. Raises ApiError."""
     try:
-        try:
-            return _decode(body, kind)
-        except msgspec.ValidationError:
-            raise
-        except msgspec.DecodeError:
-            mended = without_lone_surrogates(body)
-            if mended == body:
-                raise
-        return _decode(mended, kind)
+        return decode_json(body, lambda data: _decode(data, kind))
     except msgspec.ValidationError as error:
         raise explain(str(error), replaced=REPLACED) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
