@@ -18,6 +18,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "scheduler.max_running": (0, 2**20),
     "executor.tensor_parallel": (1, 1024),
     "executor.threads": (0, 4096),
+    "executor.max_graph_tokens": (0, 2**24),
     "cache.block_size": (1, 1024),
     "cache.memory_fraction": (0, 1),
     "cache.metrics_sample": (0, 1),
@@ -145,6 +146,15 @@ def check_together(config: EngineConfig, complain: Callable[[str, str], None]) -
     device = config.executor.device
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         complain("executor.device", f"device {device!r} is unknown; use auto, cpu, cuda or cuda:N")
+    if config.executor.max_graph_tokens and config.executor.graphs in ("decode", "off"):
+        complain(
+            "executor.max_graph_tokens",
+            f"steps with prefill have no graphs (executor.graphs is {config.executor.graphs}); leave out one of them",
+        )
+    elif 0 < config.executor.max_graph_tokens < 64:
+        complain(
+            "executor.max_graph_tokens", "the smallest graph is of 64 tokens; give at least 64, or graphs = decode"
+        )
     if not config.server.host:
         complain("server.host", "the address is empty; use 127.0.0.1, or 0.0.0.0 for all interfaces")
     if config.server.uds and (config.server.host, config.server.port) != (ServerConfig().host, ServerConfig().port):

@@ -172,10 +172,16 @@ class ExecutorConfig:
     )
     graphs: str = setting(
         AUTO,
-        "on: CUDA graphs for decode steps, and piecewise CUDA graphs, split at attention, for small steps with prefill;"
-        " decode: for decode steps only; auto: on where device and attention backend allow it.",
+        "on: CUDA graphs for decode steps, and piecewise CUDA graphs, split at attention, for steps with prefill of up"
+        " to max_graph_tokens; decode: for decode steps only; auto: on where device and attention backend allow it.",
         flag="--graphs",
         choices=(AUTO, "on", "decode", "off"),
+    )
+    max_graph_tokens: int = setting(
+        0,
+        "Tokens of the largest step with prefill that has piecewise CUDA graphs. 0: those of a step that takes the"
+        " device as long as the host takes to launch its kernels one by one, measured at the start, and at least 1024.",
+        flag="--max-graph-tokens",
     )
 
 

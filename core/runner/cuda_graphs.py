@@ -22,7 +22,7 @@ from engine.core.models.forward_pass import ForwardPass
 from engine.core.runner.decode_batch import DecodeBatch
 from engine.core.runner.draft_batch import DraftBatch
 from engine.core.runner.graph_capture import GraphCapturer, weak_ref_tensor
-from engine.core.runner.graph_sizes import batch_sizes, recorded_sizes
+from engine.core.runner.graph_sizes import ALL_RECORDED, batch_sizes, recorded_sizes
 from engine.core.sampling.sampled_tokens import SampledTokens
 from engine.core.transfer import to_device
 
@@ -104,7 +104,7 @@ class DecodeGraphs:
     def run_without_graphs(self) -> None:
         """Launch the kernels of the captures once, kernel by kernel, for padding rows."""
         first, *others = self._sampler.graph_paths
-        for size in recorded_sizes(self._sizes):
+        for size in recorded_sizes(self._sizes, ALL_RECORDED):
             self._pad(size)
             run = self._state.graph_pass(self.batch(size), GraphSlot(num_sequences=size))
             self._step(run, size, first)

@@ -16,7 +16,7 @@ from attrs import define, evolve
 
 from engine.core.attention.batch import ForwardBatch
 from engine.core.runner.graph_capture import weak_ref_tensor
-from engine.core.runner.graph_sizes import token_counts
+from engine.core.runner.graph_sizes import MIN_GRAPH_TOKENS, recorded_sizes, token_counts
 
 if TYPE_CHECKING:
     from engine.core.models.forward_pass import ForwardPass
@@ -71,14 +71,13 @@ class _GraphBreak:
 class PiecewiseGraphs:
     """Captures steps by their number of tokens, and replays them."""
 
-    def __init__(
-        self, state: DeviceState, capturer: GraphCapturer, *, max_batch_tokens: int, device: torch.device
-    ) -> None:
+    def __init__(self, state: DeviceState, capturer: GraphCapturer, *, max_tokens: int, device: torch.device) -> None:
+        """max_tokens: of the largest step to capture."""
         self._model = state.model
         self._state = state
         self._attention = state.attention
         self._capturer = capturer
-        self._counts = token_counts(max_batch_tokens)
+        self._counts = token_counts(max_tokens)
         self.max_tokens = self._counts[-1] if self._counts else 0
         """Maximum tokens of a step that `run` accepts."""
         scratch = state.pool.scratch_block * state.pool.block_size
@@ -151,7 +150,7 @@ class PiecewiseGraphs:
 
     def run_all_without_graphs(self) -> None:
         """Run the kernels of all graphs once, one by one, for padding tokens, without attention."""
-        for count in self._counts:
+        for count in recorded_sizes(self._counts, MIN_GRAPH_TOKENS):
             self.run_without_graphs(count, nullcontext(), lambda: None)
 
     def _capture(self, count: int) -> _CapturedStep:

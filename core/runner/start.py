@@ -8,13 +8,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import evolve
 
 from engine.core.attention.state_pool import StatePool
 from engine.core.config.tree import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.distributed.rank_group import OneRank, RankGroup
-from engine.core.errors import CapacityError, CheckpointError, ConfigError
+from engine.core.errors import CapacityError, ConfigError
 from engine.core.grammars.compiler import Grammars
 from engine.core.layers import LayerFactory
 from engine.core.layers.base import torch_dtype
@@ -41,8 +40,9 @@ from engine.core.profiling.cost import ModelCost
 from engine.core.profiling.count import count_model
 from engine.core.quant.base import QuantMethod
 from engine.core.quant.float8 import KVScales
-from engine.core.runner.device_state import DeviceState, GroupState, StepGraphs
+from engine.core.runner.device_state import DeviceState, GroupState
 from engine.core.runner.first_uses import FirstUses
+from engine.core.runner.graph_sizes import MIN_GRAPH_TOKENS, larger_graphs
 from engine.core.runner.memory import (
     MemoryPlan,
     estimate_activations,
@@ -56,12 +56,13 @@ from engine.core.runner.memory import (
 from engine.core.runner.persistent_batch import PersistentBatch
 from engine.core.runner.start_graphs import GraphStart
 from engine.core.runner.step import StepLauncher, enter_device
+from engine.core.runner.trial_step import StepCost, TrialStep, full_step
 from engine.core.runner.warm_up import MAX_KERNEL_ROWS, warm_up_sampling, warm_up_verification
 from engine.core.sampling.sampler import Sampler
 from engine.core.sampling.token_counts import TokenCounts
-from engine.core.schedulers.prompt_step import chunked_prompt_steps, prompt_step
+from engine.core.schedulers.prompt_step import chunked_prompt_steps
 from engine.core.startup import Phases
-from engine.core.types import NO_TOKEN, CacheInfo, Step
+from engine.core.types import CacheInfo
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.loader import WeightSource, load_weights, weight_source
 
@@ -159,16 +160,16 @@ class RunnerStart:
                 tune_first_rank_first(self._config, self._group, self.factories)
         weights = layers.nbytes + (0 if self._drafter is None else self._drafter.nbytes)
         with phases.phase("memory"):
-            activations = self._measure_activations(model, kv_scales)
+            cost = self._measure_step(model, kv_scales)
         shapes = frozenset[tuple[int, ...]]().union(*(factory.packed_shapes for factory in self.factories))
         kernels = kernel_bytes(len(shapes), self._config.scheduler.max_batch_tokens)
-        plan = self._plan_memory(free, weights, activations, kernels)
+        plan = self._plan_memory(free, weights, cost.activations, kernels)
         num_blocks = self._group.minimum(plan.num_blocks)  # the blocks of a step exist on all ranks
         try:
             with phases.phase("kv_cache"):
                 state = self._make_state(model, num_blocks, kv_scales)
             with phases.phase("graphs"), self._name_fault("the capture of CUDA graphs"):
-                graphs = self._graphs.capture(state, phases)
+                graphs = self._graphs.capture(state, phases, cost.graph_tokens)
             if self._device.type == "cuda":
                 with phases.phase("warm_up"), self._name_fault("the warm-up"):
                     self._warm_up(state)
@@ -182,8 +183,9 @@ class RunnerStart:
         if has_kernels:
             end_compile_ahead(self._config)
         first_uses = FirstUses(counts_kernels=has_kernels, decode_graphs=graphs.decode)
-        cost = count_model(layers, self.layout).condensed()
-        return StepLauncher(self._device, state, graphs, first_uses), self._cache_info(plan, num_blocks, phases, cost)
+        operations = count_model(layers, self.layout).condensed()
+        info = self._cache_info(plan, num_blocks, phases, operations)
+        return StepLauncher(self._device, state, graphs, first_uses), info
 
     def _build_model(self) -> tuple[Model, LayerFactory]:
         """The model, its layers still empty, and the factory that made them."""
@@ -223,17 +225,20 @@ class RunnerStart:
         """Where the weights come from. Raises CheckpointError if a file is missing or damaged."""
         return weight_source(self._checkpoint, self._config.model)
 
-    def _measure_activations(self, model: Model, kv_scales: tuple[KVScales, ...]) -> int:
-        """Peak bytes of a full step on top of the weights: measured on a GPU, estimated on a CPU.
+    def _measure_step(self, model: Model, kv_scales: tuple[KVScales, ...]) -> StepCost:
+        """What a full step needs on top of the weights: measured on a GPU, estimated on a CPU.
 
-        The measured step has few sequences; the logits of a full batch are added. CUDA graphs and the workspaces of
-        attention use the memory that the memory fraction leaves free.
+        The measured step has few sequences; the logits of a full batch are added, and the intermediate results of
+        CUDA graphs that are larger than usual. The usual ones and the workspaces of attention use the memory that the
+        memory fraction leaves free.
         """
+        given = self._config.executor.max_graph_tokens
         if self._device.type == "cpu":
-            return estimate_activations(self._model_spec, self._config, self._dtype, speculates=self._speculates)
-        tokens = self._max_step_tokens
+            estimate = estimate_activations(self._model_spec, self._config, self._dtype, speculates=self._speculates)
+            return StepCost(activations=estimate, graph_tokens=given or MIN_GRAPH_TOKENS)
+        tokens = self._trial.tokens
         try:
-            peak = self._measure_trial_step(model, kv_scales, tokens)
+            cost = self._run_trial_step(model, kv_scales)
         except torch.OutOfMemoryError as error:
             states, fewer = "", ""
             if self.layout.states:
@@ -246,49 +251,32 @@ class RunnerStart:
                 f"use a lower --max-batch-tokens{fewer} or a smaller model"
             ) from error
         torch.cuda.empty_cache()
+        most = given or self._group.minimum(cost.graph_tokens)  # all ranks replay, or none does
         rows = min(max_sampling_rows(self._config, speculates=self._speculates), tokens)
-        return peak + logits_bytes(self._model_spec, rows)
+        activations = cost.activations * (1 + larger_graphs(most, tokens))
+        return StepCost(activations=int(activations) + logits_bytes(self._model_spec, rows), graph_tokens=most)
 
-    @property
-    def _max_step_tokens(self) -> int:
-        return min(self._config.scheduler.max_batch_tokens, self._config.scheduler.max_running * self._spec.max_len)
+    def _run_trial_step(self, model: Model, kv_scales: tuple[KVScales, ...]) -> StepCost:
+        """What a full step needs, run on a device state of its own, which is then freed."""
+        state = self._make_state(model, self._trial.num_blocks, kv_scales)
+        timed = not self._config.executor.max_graph_tokens and self._graphs.captures_prefill(state)
+        return self._trial.measure(state, timed=timed)
 
-    def _trial_step(self, tokens: int) -> Step:
-        """A step of `tokens` prompt tokens."""
-        prompts, rest = divmod(tokens, self._spec.max_len)
-        lengths = [self._spec.max_len] * prompts + ([rest] if rest else [])
-        step = prompt_step(lengths, self.layout.kinds, self._spec.block_size)
-        if self._drafter is not None:
-            step = evolve(step, propose=self._config.speculator.max_drafts)
-        return step
-
-    def _make_trial_state(self, model: Model, step: Step, kv_scales: tuple[KVScales, ...]) -> DeviceState:
-        """A device state with the blocks of one step."""
-        return self._make_state(model, sum(len(blocks) for _, blocks in step.blocks), kv_scales)
-
-    def _measure_trial_step(self, model: Model, kv_scales: tuple[KVScales, ...], tokens: int) -> int:
-        """Peak bytes of one step of `tokens` prompt tokens, run on a device state of its own, which is then freed."""
-        step = self._trial_step(tokens)
-        state = self._make_trial_state(model, step, kv_scales)
-        torch.cuda.reset_peak_memory_stats(self._name)
-        before = torch.cuda.memory_allocated(self._name)
-        with self._name_fault("the first step"):
-            result = StepLauncher(self._device, state, StepGraphs()).launch(step).result()
-        if any(NO_TOKEN in tokens for tokens in result.tokens):
-            raise CheckpointError(
-                "the logits of the first step are not finite (NaN or infinite); the weights may be damaged, or the "
-                f"numbers outgrow this dtype: try bfloat16 or float32{self._parts.not_built_in}"
-            )
-        return torch.cuda.max_memory_allocated(self._name) - before
+    @cached_property
+    def _trial(self) -> TrialStep:
+        kinds, max_len, block_size = self.layout.kinds, self._spec.max_len, self._spec.block_size
+        return TrialStep(
+            step=full_step(self._config, max_len, kinds, block_size, propose=self._drafter is not None),
+            device=self._device,
+            name_fault=self._name_fault,
+            not_built_in=self._parts.not_built_in,
+        )
 
     def _record_launches(self, model: Model, kv_scales: tuple[KVScales, ...]) -> None:
         """Launch the kernels of the rest of the start, on a device state of its own, which is then freed."""
-        step = self._trial_step(self._max_step_tokens)
-        state = self._make_trial_state(model, step, kv_scales)
-        launcher = StepLauncher(self._device, state, StepGraphs())
-        launcher.launch(step)
-        launcher.forget(Step(id=step.id, decodes=(), chunks=(), finished=tuple(one.sequence for one in step.new)))
-        graphs, _ = self._graphs.make(state)
+        state = self._make_state(model, self._trial.num_blocks, kv_scales)
+        launcher = self._trial.run_untimed(state)
+        graphs, _ = self._graphs.make(state, self._config.scheduler.max_batch_tokens)
         if graphs.decode is not None:
             graphs.decode.run_without_graphs()
         if graphs.piecewise is not None:

@@ -34,14 +34,17 @@ class GraphStart:
     fused: bool
     speculates: bool
 
-    def make(self, state: DeviceState) -> tuple[StepGraphs, GraphCapturer | None]:
+    def captures_prefill(self, state: DeviceState) -> bool:
+        """Whether steps with prefill chunks have piecewise graphs."""
+        return self._captures(state) and self.config.executor.graphs != "decode" and not self.layout.states
+
+    def make(self, state: DeviceState, max_tokens: int) -> tuple[StepGraphs, GraphCapturer | None]:
         """The graphs that the configuration, the device and the attention backend allow, and what captures them.
 
-        Raises ConfigError where piecewise graphs are required, but layers keep a state.
+        max_tokens: of the largest step with piecewise graphs. Raises ConfigError where piecewise graphs are required,
+        but layers keep a state.
         """
-        groups = state.groups if state.drafter is None else (*state.groups, *state.drafter.groups)
-        backends = [group.attention for group in groups if group.attention is not None] or [None]
-        if not all(use_graphs(self.config, backend, state.model, self.device) for backend in backends):
+        if not self._captures(state):
             return StepGraphs(), None
         if self.config.executor.graphs == "on" and self.layout.states:
             raise ConfigError(
@@ -65,16 +68,17 @@ class GraphStart:
             windows=[kind.window for kind in self.layout.kinds for _ in range(kind.groups)],
             max_drafts=self.config.speculator.max_drafts if self.speculates else 0,
         )
-        if self.config.executor.graphs == "decode" or self.layout.states:
+        if not self.captures_prefill(state):
             return StepGraphs(decode=decode), capturer
-        piecewise = PiecewiseGraphs(state, capturer, max_batch_tokens=scheduler.max_batch_tokens, device=device)
+        most = min(max_tokens, scheduler.max_batch_tokens)
+        piecewise = PiecewiseGraphs(state, capturer, max_tokens=most, device=device)
         return StepGraphs(decode=decode, piecewise=piecewise), capturer
 
-    def capture(self, state: DeviceState, phases: Phases) -> StepGraphs:
-        """Make the graphs and capture all; reports progress."""
+    def capture(self, state: DeviceState, phases: Phases, max_tokens: int) -> StepGraphs:
+        """Make the graphs and capture all; reports progress. max_tokens: as for `make`."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # a capture cannot reclaim the memory that the allocator caches
-        graphs, capturer = self.make(state)
+        graphs, capturer = self.make(state, max_tokens)
         if graphs.decode is None or capturer is None:
             return graphs
         graphs.decode.capture_all(lambda done, total: phases.progress(done, total, "decode graphs"))
@@ -86,3 +90,9 @@ class GraphStart:
         if graphs.piecewise is not None:
             graphs.piecewise.capture_all(lambda done, total: phases.progress(done, total, "token counts"))
         return graphs
+
+    def _captures(self, state: DeviceState) -> bool:
+        """Whether there are graphs at all."""
+        groups = state.groups if state.drafter is None else (*state.groups, *state.drafter.groups)
+        backends = [group.attention for group in groups if group.attention is not None] or [None]
+        return all(use_graphs(self.config, backend, state.model, self.device) for backend in backends)

@@ -163,7 +163,7 @@ def test_piecewise_graphs_call_the_backend_of_each_layer_s_group_with_its_plan_a
     groups = tuple(GroupState(pool=pool, attention=Backend(group, calls)) for group in range(2))  # type: ignore[arg-type]
     state = DeviceState(model=model, groups=groups, persistent_batch=None, sampler=None)  # type: ignore[arg-type]
     capturer: Any = SimpleNamespace(capture_segments=lambda work: ([lambda: None] * 5, work(lambda: None)))
-    graphs = PiecewiseGraphs(state, capturer, max_batch_tokens=64, device=torch.device("cpu"))
+    graphs = PiecewiseGraphs(state, capturer, max_tokens=64, device=torch.device("cpu"))
     graphs.capture_all(lambda done, total: None)
     none: Any = None
     slots = torch.tensor([[1, 2, 3], [5, 6, 7]])

@@ -282,7 +282,7 @@ def test_piecewise_graphs_run_without_graphs_break_at_each_attention_and_write_n
         executor: Any = engine._executor
         state = executor._runner._launcher.state
         capturer: Any = SegmentsWithoutGraphs(torch.device("cpu"))
-        graphs = piecewise_graphs.PiecewiseGraphs(state, capturer, max_batch_tokens=64, device=torch.device("cpu"))
+        graphs = piecewise_graphs.PiecewiseGraphs(state, capturer, max_tokens=64, device=torch.device("cpu"))
         with torch.inference_mode():
             graphs.capture_all(lambda done, total: None)
         for slots in graphs._slots:
@@ -300,6 +300,21 @@ def test_piecewise_graphs_run_without_graphs_break_at_each_attention_and_write_n
         assert len(breaks) == len(state.pool.keys) == 2
         for tensor, old in zip((*state.pool.keys, *state.pool.values), before, strict=True):
             assert torch.equal(tensor[: state.pool.scratch_block], old[: state.pool.scratch_block])
+
+
+@pytest.mark.gpu
+def test_piecewise_graphs_of_large_steps_change_no_token(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", tokenizer=True, max_position_embeddings=4096)
+    prompts = [[(7 * row + 3 * column) % 256 for column in range(length)] for row, length in enumerate((900, 1190, 20))]
+    settings = {"executor__device": "cuda", "model__max_len": 2048, "running": 4}
+    outputs, replayed = [], []
+    for graphs in ({"executor__graphs": "decode"}, {"executor__graphs": "on", "executor__max_graph_tokens": 2304}):
+        with build(path, **settings, **graphs) as engine:
+            outputs.append([completion.token_ids for completion in engine.generate(prompts, GREEDY)])
+            sizes = {size for kind, size, _, _ in engine.stats().graph_replays if kind == "prefill"}
+            replayed.append(2304 in sizes)  # 2,110 tokens
+    assert outputs[0] == outputs[1]
+    assert replayed == [False, True]
 
 
 POISON = 60

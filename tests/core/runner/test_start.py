@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from attrs import evolve
 
 from engine.core import Engine
 from engine.core.attention import kv_pool
@@ -17,10 +19,12 @@ from engine.core.attention.kv_pool import KVPool
 from engine.core.device import DeviceInfo
 from engine.core.host import Host
 from engine.core.layers.matmul import can_pack
-from engine.core.runner import lap_timer, start
+from engine.core.runner import lap_timer, start, trial_step
 from engine.core.runner.lap_timer import LapTimer
 from engine.core.runner.runner import Runner
 from engine.core.runner.step import StepLauncher
+from engine.core.runner.trial_step import StepCost, TrialStep
+from engine.core.schedulers.prompt_step import prompt_step
 from engine.core.startup import Phases
 from engine.core.types import Step
 from engine.core.weights.checkpoint import Checkpoint
@@ -84,17 +88,47 @@ def test_the_trial_step_frees_its_device_state(engine: Engine, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1100 if pools[0]() else 0)
-    started = start.RunnerStart(
-        engine.config, engine.parts, Checkpoint.open(Path(engine.config.model.path)), CPU, group=None
-    )
+    config = evolve(engine.config, scheduler=evolve(engine.config.scheduler, max_batch_tokens=40))
+    started = start.RunnerStart(config, engine.parts, Checkpoint.open(Path(config.model.path)), CPU, group=None)
     with torch.inference_mode():
         model, layers = started._build_model()
         phases = Phases()
         with phases.phase("weights"):
             started._load_weights(layers, phases)
-        assert started._measure_trial_step(model, (), tokens=40) == 1000
+        assert started._run_trial_step(model, ()) == StepCost(activations=1000)
     assert [pool() for pool in pools] == [None]
     assert lengths == [32, 8]
+
+
+def test_a_timed_trial_step_is_run_again_to_find_the_tokens_of_graphs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run may compile kernels."""
+    launched: list[float] = []
+    clock = [0.0]
+
+    class Pending:
+        tokens = ((1,),)
+
+        def result(self) -> Any:
+            clock[0] += 4
+            return self
+
+    def launch(launcher: StepLauncher, step: Step) -> Pending:
+        launched.append(clock[0])
+        clock[0] += 100 if len(launched) == 1 else 1
+        return Pending()
+
+    monkeypatch.setattr(StepLauncher, "launch", launch)
+    monkeypatch.setattr(StepLauncher, "forget", lambda launcher, step: None)
+    monkeypatch.setattr(trial_step, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    step = prompt_step([4096] * 4, [], 16)
+    trial = TrialStep(step=step, device=CPU, name_fault=lambda call: nullcontext(), not_built_in="")
+    cost = trial.measure(SimpleNamespace(), timed=True)  # type: ignore[arg-type]
+    assert len(launched) == 2
+    assert cost.graph_tokens == int(1.1 * 4 * 4096 / 5)
 
 
 def test_lap_timer_adds_up_to_the_time_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
