@@ -276,7 +276,8 @@ class RunnerStart:
         """Launch the kernels of the rest of the start, on a device state of its own, which is then freed."""
         state = self._make_state(model, self._trial.num_blocks, kv_scales)
         launcher = self._trial.run_untimed(state)
-        graphs, _ = self._graphs.make(state, self._config.scheduler.max_batch_tokens)
+        most = self._config.executor.max_graph_tokens or self._config.scheduler.max_batch_tokens
+        graphs, _ = self._graphs.make(state, most)
         if graphs.decode is not None:
             graphs.decode.run_without_graphs()
         if graphs.piecewise is not None:
