@@ -251,7 +251,7 @@ class RunnerStart:
                 f"use a lower --max-batch-tokens{fewer} or a smaller model"
             ) from error
         torch.cuda.empty_cache()
-        most = given or self._group.minimum(cost.graph_tokens)  # all ranks replay, or none does
+        most = given or -self._group.minimum(-cost.graph_tokens)  # the largest: a rank with a slow host delays all
         rows = min(max_sampling_rows(self._config, speculates=self._speculates), tokens)
         activations = cost.activations * (1 + larger_graphs(most, tokens))
         return StepCost(activations=int(activations) + logits_bytes(self._model_spec, rows), graph_tokens=most)

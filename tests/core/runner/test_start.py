@@ -131,6 +131,20 @@ def test_a_timed_trial_step_is_run_again_to_find_the_tokens_of_graphs(
     assert cost.graph_tokens == int(1.1 * 4 * 4096 / 5)
 
 
+def test_all_ranks_capture_the_steps_that_the_slowest_host_needs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An all-reduce waits for the rank that launches last."""
+    checkpoint = Checkpoint.open(Path(engine.config.model.path))
+    started = start.RunnerStart(engine.config, engine.parts, checkpoint, CPU, group=None)
+    slowest = 5000
+    monkeypatch.setattr(started._group, "minimum", lambda number: min(number, -slowest))
+    monkeypatch.setattr(started, "_device", DeviceInfo(type="cuda"))
+    monkeypatch.setattr(started, "_run_trial_step", lambda *_: StepCost(activations=0, graph_tokens=3000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    assert started._measure_step(engine, ()).graph_tokens == slowest  # type: ignore[arg-type]
+
+
 def test_lap_timer_adds_up_to_the_time_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([10.0, 11.0, 13.0, 17.0, 25.0])
     monkeypatch.setattr(lap_timer, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
