@@ -29,7 +29,7 @@ class RequestState:
     number: serial number of the request, which orders requests of equal arrival time.
 
     While a request decodes it is in every step, so the numbers of tokens computed and sampled follow from the step
-    counter; otherwise both are updated with each planned chunk.
+    counter and the accepted drafts; otherwise both are updated with each planned chunk.
     """
 
     __slots__ = (
@@ -113,7 +113,7 @@ class RequestState:
 
     @property
     def _decoded(self) -> int:
-        """Tokens computed, and as many sampled, in the iterations since decoding started."""
+        """Tokens computed, and as many sampled, in the iterations since decoding started; without accepted drafts."""
         return self._counter.iterations - self._decoding_since if self._decoding_since >= 0 else 0
 
     @property
@@ -147,6 +147,11 @@ class RequestState:
         return (self._counter.steps_planned if self._decoded else self._last_step) > self._counter.steps_committed
 
     @property
+    def last_position(self) -> int:
+        """Position of the last token committed; while the request decodes and is not in flight, the next to compute."""
+        return self.prompt_len + len(self.output) - 1
+
+    @property
     def output_len(self) -> int:
         """Output tokens committed."""
         return len(self.output)
@@ -177,12 +182,6 @@ class RequestState:
         self._sampled += last
         return last
 
-    def plan_drafts(self) -> None:
-        """Count the step just planned, which verifies drafts of the request: it yields at least one token."""
-        self._last_step = self._counter.steps_planned
-        self._computed += 1
-        self._sampled += 1
-
     def count_prediction(self, tokens: tuple[int, ...], verified: int) -> None:
         """Count drafts from the prediction. tokens: the accepted drafts and the token after them, not yet appended."""
         assert self.prediction_tokens is not None, "the request has no prediction"
@@ -191,10 +190,9 @@ class RequestState:
         self.prediction_tokens = (accepted + kept, rejected + verified - kept)
 
     def accept_drafts(self, count: int) -> None:
-        """Count the drafts accepted in a step that was counted by `plan_drafts`."""
+        """Count accepted drafts: tokens gained in addition to the one per iteration, while decoding."""
+        self._computed += count
         self._sampled += count
-        if self.sequence:
-            self._computed += count
 
     def start_decoding(self) -> None:
         """Take part in every step from now on."""

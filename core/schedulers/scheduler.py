@@ -17,8 +17,9 @@ Invariants:
 - A decoding sequence has room in its blocks for the next token before each step that includes it. The iteration at
   which its blocks are full is known in advance, as its next event. So planning looks only at sequences with an event,
   prefilling ones and waiting ones, not at every decoding sequence.
-- Drafts are planned when no step is in flight. A request with drafts leaves the decoding sequences for the step that
-  verifies them (`Drafting`); blocks of rejected drafts are freed, and no block with an unverified token is shared.
+- Drafts are planned when no step is in flight, and no step is planned while one with drafts is. Accepted drafts are
+  tokens in addition to that of the iteration (`Drafting`); blocks of rejected drafts are freed, and no block with an
+  unverified token is shared.
 - Committing a result only appends tokens, until a token stops the request or fills a block (`next_check_len`).
 """
 
@@ -215,7 +216,8 @@ class Scheduler:
 
     def _schedule_with_drafts(self, drafting: Drafting, now: float) -> Step | None:
         """`schedule`, with a speculator."""
-        drafting.resume()
+        if self._in_flight and self._in_flight[-1].drafts:
+            return None
         idle = not self._in_flight
         plan = self._planner.plan(now, idle=idle)
         if plan.empty:
@@ -295,18 +297,16 @@ class Scheduler:
     def _build_step(self, plan: StepPlan) -> Step:
         """Commit the plan and build the Step."""
         queues, counter = self._queues, self._counter
-        drafted: tuple[RequestState, ...] = ()
+        drafted: dict[int, RequestState] = {}
         slices: tuple[DraftSlice, ...] = ()
         positions: tuple[tuple[int, int], ...] = ()
         if self._drafting is not None:
             drafted, slices = self._drafting.take_slices()
         iterations = 1 if slices else self._planner.iterations()
-        numbers, decodes = queues.decoding.members()
+        numbers, decodes = queues.decoding.members(apart=drafted)
         if self._meter is not None:
             self._meter.count_decodes(counter.iterations, iterations)
         counter.steps_planned += 1
-        for state in drafted:
-            state.plan_drafts()
         queues.decoding.advance(iterations)
         chunks = []
         for state, chunk in plan.chunks.items():
@@ -329,12 +329,12 @@ class Scheduler:
                 if state.computed == state.prefill_len
             )
             verified = (
-                (state, part.start, part.start + len(part.tokens)) for state, part in zip(drafted, slices, strict=True)
+                (state, part.start, part.start + len(part.tokens))
+                for state, part in zip(drafted.values(), slices, strict=True)
             )
             propose = self._drafting.plan_proposals(chain(decoding, prompts, verified))
+            positions = self._drafting.take_positions(drafted)
         new, blocks, finished = queues.take_runner_updates()
-        if self._drafting is not None:
-            positions = self._drafting.take_positions()
         step = Step(
             id=counter.steps_planned,
             decodes=numbers,
@@ -349,7 +349,7 @@ class Scheduler:
         )
         if self._meter is not None:
             self._meter.submit(step)
-        self._in_flight.append(_InFlight(step, decodes, tuple(plan.chunks), drafted))
+        self._in_flight.append(_InFlight(step, decodes, tuple(plan.chunks), tuple(drafted.values())))
         return step
 
     def _pop_in_flight(self, step: Step, result: StepResult) -> _InFlight:
@@ -388,13 +388,11 @@ class Scheduler:
     def _commit_drafts(self, planned: _InFlight, result: StepResult, now: float, outputs: list[Output]) -> None:
         """Commit a step's draft slices, and append to `outputs`."""
         assert self._drafting is not None, "drafts were planned without a speculator"
+        self._drafting.accept(planned.drafts, planned.step.drafts, result.verified)
         logprobs = result.verified_logprobs or repeat(())
-        for state, part, tokens, entries in zip(
-            planned.drafts, planned.step.drafts, result.verified, logprobs, strict=False
-        ):
+        for state, tokens, entries in zip(planned.drafts, result.verified, logprobs, strict=False):
             if state.finished:
                 continue
-            self._drafting.verified(state, len(part.tokens) - 1, tokens)
             known = state.output
             if len(known) + len(tokens) < state.next_check_len and state.stop_tokens.isdisjoint(tokens):
                 known += tokens
@@ -410,8 +408,6 @@ class Scheduler:
                 )
             else:
                 outputs.append(self._append(state, tokens, entries, now))
-            if not state.finished:
-                self._drafting.give_back(state)
 
     def _append(
         self, state: RequestState, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float
