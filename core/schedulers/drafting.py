@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING
 
 from engine.core.schedulers.queues import Queues
@@ -99,16 +99,14 @@ class Drafting:
         return self._may_pay
 
     def _propose(
-        self, states: Iterable[RequestState], room: int = sys.maxsize
+        self, states: Collection[RequestState], room: int = sys.maxsize
     ) -> Iterator[tuple[RequestState, tuple[int, ...]]]:
         """The requests for which there is a proposal, with the proposals: of at most `room` tokens in all."""
-        requests, lengths = self._requests, self._lengths
-        for state in states:
+        requests, limits = self._requests, self._limits(states)
+        for state, most in zip(states, limits, strict=True):
             if room <= 0:
                 return
-            limit = min(room, self._max_drafts, state.max_output - state.sampled - 1)
-            if limit > 0 and lengths is not None:
-                limit = min(limit, lengths.limit(state.id))
+            limit = min(room, most, state.max_output - state.sampled - 1)
             if limit <= 0:
                 continue
             if (proposals := requests.get(state.id)) is None:
@@ -116,6 +114,12 @@ class Drafting:
             if drafts := tuple(proposals.propose(limit)):
                 room -= len(drafts)
                 yield state, drafts
+
+    def _limits(self, states: Collection[RequestState]) -> Iterable[int]:
+        """Maximum drafts of each request by `lengths`."""
+        if self._lengths is None:
+            return repeat(self._max_drafts, len(states))
+        return self._lengths.limits([state.id for state in states])
 
     def take_slices(self) -> tuple[dict[int, RequestState], tuple[DraftSlice, ...]]:
         """The requests with drafts in the step being built, by sequence number, and their slices.
@@ -147,10 +151,8 @@ class Drafting:
         if self._device is None or not self._may_pay:
             return 0
         wanted = list(states)
-        most = self._max_drafts
-        if self._lengths is not None:
-            most = max((self._lengths.limit(state.id) for state, _, _ in wanted), default=0)
-        if not wanted or most <= 0:
+        most = max(self._limits([state for state, _, _ in wanted]), default=0)
+        if not most:
             return 0
         for state, first, length in wanted:
             if length + most > state.capacity:
@@ -189,8 +191,9 @@ class Drafting:
     ) -> None:
         """Count the drafts that a step has verified, before its tokens are appended, and free the blocks that only
         rejected drafts needed. states: the requests of `slices`. verified: StepResult.verified."""
-        blocks, lengths = self._queues.blocks, self._lengths
+        blocks = self._queues.blocks
         accepted: list[tuple[RequestState, int]] = []
+        outcomes: list[tuple[str, int, int]] = []
         for state, part, tokens in zip(states, slices, verified, strict=True):
             if state.finished:
                 continue
@@ -198,8 +201,7 @@ class Drafting:
             accepted.append((state, right))
             self._verified[count] += 1
             self._accepted[right] += 1
-            if lengths is not None:
-                lengths.record(state.id, count, right)
+            outcomes.append((state.id, count, right))
             proposals = self._requests[state.id]
             if proposals.learns:
                 proposals.learn(count, tokens)
@@ -208,6 +210,8 @@ class Drafting:
                 blocks.shrink(state.sequence, computed + 1)
                 state.capacity = blocks.capacity(state.sequence)
         self._queues.decoding.accept_drafts(accepted)
+        if self._lengths is not None:
+            self._lengths.record(outcomes)
 
     def forget(self, state: RequestState) -> None:
         """Forget a request that has ended."""
