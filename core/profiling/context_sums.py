@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from engine.core.profiling.step_shape import Window
@@ -42,12 +42,12 @@ class ContextSums:
             if windowed is not None:
                 windowed.remove(offset)
 
-    def advance(self, offset: int, tokens: int) -> None:
-        """Add tokens to the context of a sequence of this offset, in addition to those of the iterations."""
-        self._offsets += tokens
+    def advance(self, gains: Sequence[tuple[int, int]]) -> None:
+        """Add tokens to contexts in addition to those of the iterations. gains: (offset, tokens) of each sequence."""
+        self._offsets += sum([tokens for _, tokens in gains])
         for windowed in self._windows:
             if windowed is not None:
-                windowed.advance(offset, tokens)
+                windowed.advance(gains)
 
     def at(self, iteration: int) -> list[int]:
         """The sum for each window of the contexts in an iteration, the token that it computes included.
@@ -88,10 +88,12 @@ class _Windowed:
             else:
                 self._short[offset] = number - 1
 
-    def advance(self, offset: int, tokens: int) -> None:
-        if offset in self._short:
-            self.remove(offset)
-            self.add(offset + tokens)
+    def advance(self, gains: Iterable[tuple[int, int]]) -> None:
+        short = self._short
+        for offset, tokens in gains:
+            if offset in short:
+                self.remove(offset)
+                self.add(offset + tokens)
 
     def sum_at(self, after: int, count: int) -> int:
         """The sum over `count` sequences whose contexts are their offsets plus `after`."""

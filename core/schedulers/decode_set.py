@@ -4,7 +4,7 @@ or all its output is planned. Planning a step touches only the sequences with an
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 
 from engine.core.profiling.context_sums import ContextSums
 from engine.core.schedulers.request_state import RequestState
@@ -83,19 +83,15 @@ class DecodeSet:
 
     def schedule_event(self, state: RequestState) -> None:
         """Set and index the sequence's next event; to be called whenever it has got blocks."""
-        state.next_event = min(state.output_planned_at, state.blocks_full_at)
-        self._events[state.next_event].append(state)
+        self._events[state.find_next_event()].append(state)
 
-    def accept_drafts(self, accepted: Iterable[tuple[RequestState, int]]) -> None:
-        """Advance active sequences by the drafts accepted in the step just committed, beyond the step's iteration.
-
-        The blocks of the sequences may have changed, too.
-        """
+    def accept_drafts(self, accepted: Sequence[tuple[RequestState, int]]) -> None:
+        """Advance active sequences by the drafts accepted in the step just committed, beyond the step's iteration."""
+        if self._contexts is not None:
+            self._contexts.advance([(state.context_offset, count) for state, count in accepted])
+        events = self._events
         for state, count in accepted:
-            if count and self._contexts is not None:
-                self._contexts.advance(state.context_offset, count)
-            state.accept_drafts(count)
-            self.schedule_event(state)
+            events[state.accept_drafts(count)].append(state)
 
     def events_at(self, iteration: int) -> list[RequestState]:
         """Sequences whose next event is at `iteration`, oldest admission first.

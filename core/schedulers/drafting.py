@@ -191,14 +191,15 @@ class Drafting:
     ) -> None:
         """Count the drafts that a step has verified, before its tokens are appended, and free the blocks that only
         rejected drafts needed. states: the requests of `slices`. verified: StepResult.verified."""
-        blocks = self._queues.blocks
+        blocks, decoding = self._queues.blocks, self._queues.decoding
         accepted: list[tuple[RequestState, int]] = []
         outcomes: list[tuple[str, int, int]] = []
         for state, part, tokens in zip(states, slices, verified, strict=True):
             if state.finished:
                 continue
             count, right = len(part.tokens) - 1, len(tokens) - 1
-            accepted.append((state, right))
+            if right:
+                accepted.append((state, right))
             self._verified[count] += 1
             self._accepted[right] += 1
             outcomes.append((state.id, count, right))
@@ -209,7 +210,8 @@ class Drafting:
             if state.capacity - blocks.block_size > computed:  # the slot of the next token stays allocated
                 blocks.shrink(state.sequence, computed + 1)
                 state.capacity = blocks.capacity(state.sequence)
-        self._queues.decoding.accept_drafts(accepted)
+                decoding.schedule_event(state)
+        decoding.accept_drafts(accepted)
         if self._lengths is not None:
             self._lengths.record(outcomes)
 

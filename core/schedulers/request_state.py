@@ -189,10 +189,18 @@ class RequestState:
         kept = min(len(tokens) - 1, len(self._until_stop(tokens)[0]))
         self.prediction_tokens = (accepted + kept, rejected + verified - kept)
 
-    def accept_drafts(self, count: int) -> None:
-        """Count accepted drafts: tokens gained in addition to the one per iteration, while decoding."""
+    def find_next_event(self) -> int:
+        """Update `next_event` for the sequence's blocks, and return it; only while decoding."""
+        self.next_event = min(self.output_planned_at, self.blocks_full_at)
+        return self.next_event
+
+    def accept_drafts(self, count: int) -> int:
+        """Count accepted drafts: tokens gained in addition to the one per iteration, while decoding. Returns
+        `next_event`, which comes as many iterations earlier."""
         self._computed += count
         self._sampled += count
+        self.next_event -= count
+        return self.next_event
 
     def start_decoding(self) -> None:
         """Take part in every step from now on."""
