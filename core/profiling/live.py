@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from itertools import repeat
 from typing import TYPE_CHECKING, Literal
 
 from attrs import frozen
 
 from engine.core.profiling.context_sums import ContextSums
 from engine.core.profiling.cost import ModelCost, Peaks
-from engine.core.profiling.step_shape import visible_keys, visible_pairs
+from engine.core.profiling.step_shape import total_pairs, visible_keys, visible_pairs
 
 if TYPE_CHECKING:
     from engine.core.types import Step
@@ -153,7 +152,7 @@ class StepMeter:
             sampled += number + len(drafts)
             sequences += len(drafts)
             for place, window in enumerate(self._cost.windows):
-                pairs[place] += sum(map(visible_pairs, starts, drafts, repeat(window)))
+                pairs[place] += total_pairs(starts, drafts, window)
                 keys[place] += number
         kind: StepKind = "decode" if not chunks else "mixed" if decodes or step.drafts else "prefill"
         self._in_flight.append(

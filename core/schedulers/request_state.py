@@ -43,11 +43,12 @@ class RequestState:
         "cached_tokens",
         "capacity",
         "chain",
+        "finish_len",
         "finished",
         "first_token_at",
+        "full_len",
         "id",
         "max_output",
-        "next_check_len",
         "next_event",
         "output",
         "params",
@@ -107,9 +108,10 @@ class RequestState:
         self._computed = 0  # as `computed`, less `_decoded`
         self._decoding_since = -1  # iteration at which decoding started; -1: it does not decode
         self.next_event = -1  # while it decodes: the iteration before which it needs a block, or stops decoding
-        # Below this length of `output`, a sampled token neither fills a block nor reaches max_output, so that a commit
-        # only appends the token unless it is a stop token. 0: not running, or no token committed in this admission.
-        self.next_check_len = 0
+        # Length of `output` at which the request finishes, if no stop token comes before: until then a commit only
+        # appends tokens. 0: not running, or no token committed in this admission.
+        self.finish_len = 0
+        self.full_len = 0  # length of `output` at which the next block is full, once a token was committed
 
     @property
     def _decoded(self) -> int:
@@ -220,13 +222,13 @@ class RequestState:
         self.preemptions += 1
         self.sequence = 0
         self.capacity = 0
-        self.next_check_len = 0
+        self.finish_len = 0
         self._computed = 0
 
     def finish(self) -> None:
         """Mark as finished: results still in flight are ignored."""
         self.finished = True
-        self.next_check_len = 0
+        self.finish_len = 0
 
     def append(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float) -> Output:
         """Append sampled tokens up to the one that finishes the request, and return them as an Output.
@@ -237,8 +239,7 @@ class RequestState:
         prompt_logprobs = tuple(self.prompt_logprobs) if self.wants_prompt_logprobs and reason != FINISH_ERROR else None
         self.output += kept
         if self.sequence:
-            full_blocks = (self.prompt_len + len(self.output) - 1) // self._block_size
-            self.next_check_len = min(self.max_output, (full_blocks + 1) * self._block_size + 1 - self.prompt_len)
+            self.finish_len = self.max_output
         self.preemptions_for_waiting = 0
         first = self.first_token_at is None
         if first:
@@ -256,6 +257,11 @@ class RequestState:
             preemptions=self.preemptions if reason else 0,
             prediction_tokens=self.prediction_tokens,
         )
+
+    def note_full_blocks(self) -> None:
+        """Update `full_len` after tokens were committed."""
+        full_blocks = self.last_position // self._block_size
+        self.full_len = (full_blocks + 1) * self._block_size + 1 - self.prompt_len
 
     def _until_stop(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """The tokens up to the one that finishes the request, and the finish reason; None if it goes on."""

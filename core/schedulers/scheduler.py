@@ -20,7 +20,8 @@ Invariants:
 - Drafts are planned when no step is in flight, and no step is planned while one with drafts is. Accepted drafts are
   tokens in addition to that of the iteration (`Drafting`); blocks of rejected drafts are freed, and no block with an
   unverified token is shared.
-- Committing a result only appends tokens, until a token stops the request or fills a block (`next_check_len`).
+- Committing a result only appends tokens, until a token finishes the request (`finish_len`) or fills a block
+  (`full_len`).
 """
 
 from __future__ import annotations
@@ -255,11 +256,14 @@ class Scheduler:
         # This loop runs for every token: whatever can be done elsewhere is done elsewhere.
         for state, (tokens, logprobs) in zip(planned.decodes, columns, strict=False):
             known = state.output
-            if len(known) + iterations < state.next_check_len and state.stop_tokens.isdisjoint(tokens):
+            length = len(known) + iterations
+            if length < state.finish_len and state.stop_tokens.isdisjoint(tokens):
                 known += tokens
                 outputs.append(
                     Output(request=state.id, tokens=tokens, logprobs=logprobs, cached_tokens=state.cached_tokens)
                 )
+                if length >= state.full_len:
+                    self._register(state)
             elif not state.finished:
                 checked += 1
                 outputs.append(self._append(state, tokens, logprobs, now))
@@ -394,7 +398,8 @@ class Scheduler:
             if state.finished:
                 continue
             known = state.output
-            if len(known) + len(tokens) < state.next_check_len and state.stop_tokens.isdisjoint(tokens):
+            length = len(known) + len(tokens)
+            if length < state.finish_len and state.stop_tokens.isdisjoint(tokens):
                 known += tokens
                 self._generation_tokens += len(tokens)
                 outputs.append(
@@ -406,6 +411,8 @@ class Scheduler:
                         prediction_tokens=state.prediction_tokens,
                     )
                 )
+                if length >= state.full_len:
+                    self._register(state)
             else:
                 outputs.append(self._append(state, tokens, entries, now))
 
@@ -420,11 +427,17 @@ class Scheduler:
             owner = "the grammar" if self._grammars is None else self._grammars.owner
             error = no_token_error(state, grammar_owner=owner, not_built_in=self._not_built_in)
             output = msgspec.structs.replace(output, error=error)
-        elif state.sequence:  # the last token is not computed yet
-            self._blocks.register(state.sequence, state.tokens, state.chain, state.prompt_len + len(state.output) - 1)
+        elif state.sequence:
+            self._register(state)
         if output.finish_reason is not None:
             self._retire(state)
         return output
+
+    def _register(self, state: RequestState) -> None:
+        """Register the blocks of a running request that are now full in the prefix cache."""
+        # The last token is not computed yet.
+        self._blocks.register(state.sequence, state.tokens, state.chain, state.last_position)
+        state.note_full_blocks()
 
     def _retire(self, state: RequestState) -> None:
         """Remove a request that has finished, and free its blocks."""
