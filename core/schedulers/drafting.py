@@ -143,15 +143,28 @@ class Drafting:
         self._planned = []
         return drafted, tuple(slices)
 
-    def plan_proposals(self, states: Iterable[tuple[RequestState, int, int]]) -> int:
+    def plan_proposals(
+        self,
+        plan: StepPlan,
+        decodes: Iterable[RequestState],
+        iterations: int,
+        drafted: Iterable[tuple[RequestState, DraftSlice]],
+    ) -> int:
         """Choose Step.propose of the step being built, and give the requests blocks for the proposals, as far as blocks
         are left once each running request has its next one.
 
-        states: (request, position of its first token in the step, maximum tokens that it has after the step).
+        decodes: requests without drafts. drafted: requests with drafts, and their slices.
         """
         if self._device is None or not self._may_pay:
             return 0
-        wanted = list(states)
+        # Request, position of its first token in the step, maximum tokens that it has after the step.
+        wanted = [(state, part.start, part.start + len(part.tokens)) for state, part in drafted]
+        wanted += [(state, state.computed - iterations, state.computed) for state in decodes]
+        wanted += [
+            (state, chunk.start, state.computed)
+            for state, chunk in plan.chunks.items()
+            if state.computed == state.prefill_len
+        ]
         most = max(self._limits([state for state, _, _ in wanted]), default=0)
         if not most:
             return 0
@@ -174,11 +187,14 @@ class Drafting:
                 decoding.schedule_event(state)
 
     def receive(self, states: Iterable[RequestState], proposals: Sequence[Sequence[int]]) -> None:
-        """Keep the proposals of the device after a committed step. states: the requests that sampled in the step."""
-        assert self._device is not None, "proposals without a speculator on the device"
-        for state, tokens in zip(states, proposals, strict=True):
-            if not state.finished:
-                self._device.receive(state.id, len(state.tokens), tokens)
+        """Keep the proposals of the device after a committed step, which follow the newest tokens.
+
+        states: the requests that sampled in the step. proposals: StepResult.proposals.
+        """
+        if self._device is not None:
+            self._device.receive(
+                {state.id: tokens for state, tokens in zip(states, proposals, strict=False) if not state.finished}
+            )
 
     def take_positions(self, drafted: Collection[int]) -> tuple[tuple[int, int], ...]:
         """Step.positions of the step being built. drafted: sequences with drafts in it."""

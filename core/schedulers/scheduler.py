@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, repeat
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -272,7 +272,7 @@ class Scheduler:
             self._commit_chunks(planned, columns, dict(result.prompt_logprobs), now, outputs)
         if step.drafts:
             self._commit_drafts(planned, result, now, outputs)
-        if result.proposals and self._drafting is not None:
+        if self._drafting is not None:
             sampling = (state for state, chunk in zip(planned.chunks, step.chunks, strict=True) if chunk.sample)
             self._drafting.receive((*planned.decodes, *sampling, *planned.drafts), result.proposals)
         return outputs
@@ -326,17 +326,9 @@ class Scheduler:
                 queues.start_decoding(state)
         propose = 0
         if self._drafting is not None:
-            decoding = ((state, state.computed - iterations, state.computed) for state in decodes)
-            prompts = (
-                (state, chunk.start, state.computed)
-                for state, chunk in plan.chunks.items()
-                if state.computed == state.prefill_len
+            propose = self._drafting.plan_proposals(
+                plan, decodes, iterations, zip(drafted.values(), slices, strict=True)
             )
-            verified = (
-                (state, part.start, part.start + len(part.tokens))
-                for state, part in zip(drafted.values(), slices, strict=True)
-            )
-            propose = self._drafting.plan_proposals(chain(decoding, prompts, verified))
             positions = self._drafting.take_positions(drafted)
         new, blocks, finished = queues.take_runner_updates()
         step = Step(
