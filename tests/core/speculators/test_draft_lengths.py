@@ -242,6 +242,29 @@ def test_a_step_in_which_nothing_can_pay_asks_no_request() -> None:
     assert not lengths.begin(64, 0)
 
 
+def test_limits_are_the_drafts_whose_probability_is_enough() -> None:
+    lengths = DraftLengths(StepCosts([(1, 10.0), (2, 13.0), (16, 55.0)]), 5)
+    requests = [str(number) for number in range(9)]
+    for number, request in enumerate(requests):
+        lengths.record([(request, 8, number)] * 20)
+    lengths.begin(4, 4)
+    needed = lengths._least
+    assert 0 < needed < 1
+    expected = [sum(one**count >= needed for count in range(1, 6)) for one in lengths.acceptances(requests)]
+    assert lengths.limits(requests)[1:] == expected[1:]
+    assert expected[0] < expected[-1]
+
+
+def test_drafts_recorded_together_count_as_those_recorded_one_after_the_other() -> None:
+    together, apart = (DraftLengths(costs_of("a laptop"), 5) for _ in range(2))
+    outcomes = [("a", 5, 3), ("b", 2, 2), ("a", 4, 0), ("c", 1, 1)]
+    together.record(outcomes)
+    for outcome in outcomes:
+        apart.record([outcome])
+    names = ["a", "b", "c", "new"]
+    assert together.acceptances(names) == apart.acceptances(names)
+
+
 def test_a_finished_request_leaves_nothing() -> None:
     lengths = DraftLengths(costs_of("a laptop"), 5)
     lengths.begin(1, 1)
