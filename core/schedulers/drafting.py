@@ -116,7 +116,7 @@ class Drafting:
                 yield state, drafts
 
     def _limits(self, states: Collection[RequestState]) -> Iterable[int]:
-        """Maximum drafts of each request by `lengths`."""
+        """Maximum drafts of each request."""
         if self._lengths is None:
             return repeat(self._max_drafts, len(states))
         return self._lengths.limits([state.id for state in states])
@@ -192,9 +192,8 @@ class Drafting:
         states: the requests that sampled in the step. proposals: StepResult.proposals.
         """
         if self._device is not None:
-            self._device.receive(
-                {state.id: tokens for state, tokens in zip(states, proposals, strict=False) if not state.finished}
-            )
+            # A request that has ended stays until the next step: none of its name decodes before that.
+            self._device.receive(dict(zip([state.id for state in states], proposals, strict=False)))
 
     def take_positions(self, drafted: Collection[int]) -> tuple[tuple[int, int], ...]:
         """Step.positions of the step being built. drafted: sequences with drafts in it."""

@@ -193,7 +193,8 @@ class RequestState:
 
     def find_next_event(self) -> int:
         """Update `next_event` for the sequence's blocks, and return it; only while decoding."""
-        self.next_event = min(self.output_planned_at, self.blocks_full_at)
+        iterations_left = min(self.max_output - self._sampled, self.capacity - self._computed)
+        self.next_event = self._decoding_since + iterations_left
         return self.next_event
 
     def accept_drafts(self, count: int) -> int:
