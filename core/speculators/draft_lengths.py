@@ -88,6 +88,8 @@ class DraftLengths:
         """Time for which the device is idle before this step if the step has drafts."""
         self._least = 1.0
         """Probability below which no draft can pay in this step."""
+        self._needed: list[float] = []
+        """For draft numbers 1, 2, ...: acceptance below which it cannot pay, since its probability is too small."""
         self._waiting_time = 0.0
         """Time by which this step, without drafts, takes longer if it does not overlap with the step before."""
         self._pause = self._pause_left = 0
@@ -137,15 +139,15 @@ class DraftLengths:
         # The least time per row that any number of further rows has.
         further = times[1:] - self._time
         self._least = float((further / np.arange(1, most + 1)).min()) * tokens / self._time
+        least = max(self._least, 0.0)
+        self._needed = [least ** (1 / number) - 1e-9 for number in range(1, self._max_drafts + 1)]
         self._waiting_time = max(float(times[0]) - self._time, 0.0) if self._overlaps else 0.0
         self._cost = max(float(further[0]), 0.0) + self._waiting_time
 
     def limits(self, requests: Sequence[str]) -> list[int]:
         """Maximum drafts of each request that may pay in this step; 0: none, so no proposal is needed."""
-        # Draft number j may pay where acceptance ** j >= least.
-        needed = [max(self._least, 0.0) ** (1 / number) - 1e-9 for number in range(1, self._max_drafts + 1)]
         return [
-            bisect_right(needed, acceptance) or int(self._probes.may(request))
+            bisect_right(self._needed, acceptance) or int(self._probes.may(request))
             for request, acceptance in zip(requests, self.acceptances(requests), strict=True)
         ]
 
