@@ -26,9 +26,9 @@ def batch_built_anew() -> Iterator[None]:
     """
 
     def forgetting(method: Callable[..., Any], forget: Callable[[Any], None]) -> Callable[..., Any]:
-        def call(self: Any, *arguments: Any) -> Any:
+        def call(self: Any, *arguments: Any, **named: Any) -> Any:
             forget(self)
-            return method(self, *arguments)
+            return method(self, *arguments, **named)
 
         return call
 

@@ -10,13 +10,16 @@ Waiting: an urgent request under `priority` that does not fit, half of the runni
 under `fcfs` that is cached but does not fit; and aborts of waiting requests, newest first. Here the processor time of
 this thread counts, and each step runs once. Equal prompts: tokens computed and blocks held.
 
---drafts K: steady decode where each sequence has K drafts in each step, of which half are accepted. No step is then in
-flight while the next is planned; the speculator's own time is that of returning a list.
+--drafts K: steady decode where each sequence has K drafts in each step, of which half are accepted, proposed by a
+speculator on the host or on the device, and chosen by DraftLengths ("auto") or not. No step is then in flight while the
+next is planned. The speculator's own time is that of returning a list. "learn" is what DraftLengths does while the
+device works.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import time
 from collections import deque
@@ -31,7 +34,15 @@ from engine.core.device import find_device
 from engine.core.plugin_host import load_plugins
 from engine.core.profiling import ModelCost, ModuleCost, Peaks, StepMeter
 from engine.core.schedulers import BlockManager, CacheMetrics, Scheduler, SchedulingPolicy
-from engine.core.speculators import CheckedSpeculator, SpeculatedSequence, Speculator, SpeculatorSpec
+from engine.core.speculators import (
+    CheckedSpeculator,
+    DeviceProposals,
+    DraftLengths,
+    SpeculatedSequence,
+    Speculator,
+    SpeculatorSpec,
+    StepCosts,
+)
 from engine.core.types import Request, SamplingParams, Step, StepResult
 
 BLOCK_SIZE = 16
@@ -47,6 +58,7 @@ class Times:
 
     schedule: list[float] = Factory(list)
     commit: list[float] = Factory(list)
+    learn: list[float] = Factory(list)
     iterations: int = 0
     tokens: int = 0
 
@@ -65,9 +77,13 @@ class Loop:
         kv_metrics: float | None = None,
         roofline: bool = False,
         drafts: int = 0,
+        on_device: bool = False,
+        auto: bool = False,
     ) -> None:
         """kv_metrics: share of blocks that are sampled; None: the cache is not measured. roofline: count FLOPs and
-        bytes. drafts: of each sequence in each step."""
+        bytes. drafts: of each sequence in each step. on_device: a speculator on the device proposes them. auto:
+        DraftLengths chooses them; it chooses all."""
+        self.lengths = DraftLengths(StepCosts([(1, 1.0), (2, 1.0)]), drafts) if auto else None
         self.meter = make_meter() if roofline else None
         blocks = blocks or 2 * max_running * max_len // BLOCK_SIZE
         metrics = CacheMetrics(sample=kv_metrics) if kv_metrics is not None else None
@@ -80,7 +96,8 @@ class Loop:
             eos_tokens=frozenset({0}),
             cache_metrics=metrics,
             meter=self.meter,
-            speculator=constant_speculator(drafts, max_len) if drafts else None,
+            speculator=constant_speculator(drafts, max_len, on_device) if drafts else None,
+            draft_lengths=self.lengths,
         )
         self.in_flight: deque[tuple[Step, StepResult]] = deque()
 
@@ -97,6 +114,11 @@ class Loop:
         begin = time.perf_counter()
         step = self.scheduler.schedule(begin)
         times.schedule.append(time.perf_counter() - begin)
+        if self.lengths is not None and step is not None and step.drafts:
+            begin = time.perf_counter()
+            self.lengths.observe(step.decode_rows, 1.0, drafts=True)
+            self.lengths.prepare()
+            times.learn.append(time.perf_counter() - begin)
         if step is not None:
             self.in_flight.append((step, answer(step)))
             times.iterations += step.iterations
@@ -118,7 +140,8 @@ def answer(step: Step) -> StepResult:
     """A result with one token per sequence that samples, and half of the drafts; no token ends a request."""
     row = (7,) * (len(step.decodes) + sum(chunk.sample for chunk in step.chunks))
     verified = tuple((*part.tokens[1 : len(part.tokens) // 2 + 1], 7) for part in step.drafts)
-    return StepResult(step=step.id, tokens=(row,) * step.iterations, verified=verified)
+    proposals = ((7,) * step.propose,) * (len(row) + len(step.drafts)) if step.propose else ()
+    return StepResult(step=step.id, tokens=(row,) * step.iterations, verified=verified, proposals=proposals)
 
 
 class Constant(Speculator[None]):
@@ -130,9 +153,9 @@ class Constant(Speculator[None]):
         return [7] * limit
 
 
-def constant_speculator(drafts: int, max_len: int) -> CheckedSpeculator:
+def constant_speculator(drafts: int, max_len: int, on_device: bool) -> CheckedSpeculator | DeviceProposals:
     spec = SpeculatorSpec(vocab_size=1000, max_len=max_len, max_drafts=drafts)
-    return CheckedSpeculator(Constant(spec), spec)
+    return DeviceProposals(spec) if on_device else CheckedSpeculator(Constant(spec), spec)
 
 
 def make_meter() -> StepMeter:
@@ -276,6 +299,21 @@ def throughput_rows(policy: SchedulingPolicy[Any], repeat: int, **settings: Any)
     return rows + rows_of("1000 requests, 512 in / 256 out", rounds)
 
 
+def drafts_rows(policy: SchedulingPolicy[Any], repeat: int, drafts: int, **settings: Any) -> list[Row]:
+    """Rows of steady decode with drafts. settings: of Loop."""
+    rows = []
+    for on_device, auto in itertools.product((False, True), repeat=2):
+        name = f"{drafts} drafts, {'device' if on_device else 'host'}{', auto' if auto else ''}"
+        for running in (1, 32, 256):
+            windows = steady(policy, running, repeat, drafts=drafts, on_device=on_device, auto=auto, **settings)
+            for phase in ("schedule", "commit", *(("learn",) if auto else ())):
+                spent = total_of_minima([getattr(times, phase) for times in windows]) / WINDOW
+                metric = f"{name}, {running} running: {phase}"
+                rows.append(Row(metric=metric, value=spent, unit="us/step"))
+                rows.append(Row(metric=metric, value=spent / running, unit="us/request/step"))
+    return rows
+
+
 def waiting_rows() -> list[Row]:
     """Rows of requests that wait, and of equal prompts."""
     cases: list[tuple[str, tuple[float, float]]] = [
@@ -314,10 +352,7 @@ def main() -> None:
     caching = arguments.prefix_caching
     cache = {"prefix_caching": caching, "kv_metrics": arguments.kv_metrics, "roofline": arguments.roofline}
     if arguments.drafts:
-        rows = []
-        for running in (1, 64, 256):
-            times = steady(policy, running, arguments.repeat, drafts=arguments.drafts, **cache)
-            rows += rows_of(f"{arguments.drafts} drafts, {running} running", times)
+        rows = drafts_rows(policy, arguments.repeat, arguments.drafts, **cache)
     else:
         rows = [] if arguments.waiting_only else throughput_rows(policy, arguments.repeat, **cache)
     if rows:
@@ -333,6 +368,7 @@ def main() -> None:
         settings = {
             "policy": arguments.policy,
             **cache,
+            "drafts": arguments.drafts,
             "block_size": BLOCK_SIZE,
             "repeat": arguments.repeat,
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from engine.core.profiling.step_shape import Window
@@ -12,8 +12,9 @@ class ContextSums:
     """Sums over decoding sequences of min(context length, window), by window.
 
     A decoding sequence gains a token per iteration, so its context length is that of the shared iteration counter plus
-    an offset that stays: the sum of all offsets is enough. Adding, removing and reading take constant time, and one
-    more heap operation per window and sequence when its context outgrows the window.
+    an offset, which changes with accepted drafts only: the sum of all offsets is enough. Adding, removing, advancing
+    and reading take constant time, and one more heap operation per window and sequence when its context outgrows the
+    window.
     """
 
     def __init__(self, windows: Sequence[Window]) -> None:
@@ -40,6 +41,13 @@ class ContextSums:
         for windowed in self._windows:
             if windowed is not None:
                 windowed.remove(offset)
+
+    def advance(self, gains: Sequence[tuple[int, int]]) -> None:
+        """Add tokens to contexts in addition to those of the iterations. gains: (offset, tokens) of each sequence."""
+        self._offsets += sum([tokens for _, tokens in gains])
+        for windowed in self._windows:
+            if windowed is not None:
+                windowed.advance(gains)
 
     def at(self, iteration: int) -> list[int]:
         """The sum for each window of the contexts in an iteration, the token that it computes included.
@@ -79,6 +87,13 @@ class _Windowed:
                 del self._short[offset]
             else:
                 self._short[offset] = number - 1
+
+    def advance(self, gains: Iterable[tuple[int, int]]) -> None:
+        short = self._short
+        for offset, tokens in gains:
+            if offset in short:
+                self.remove(offset)
+                self.add(offset + tokens)
 
     def sum_at(self, after: int, count: int) -> int:
         """The sum over `count` sequences whose contexts are their offsets plus `after`."""

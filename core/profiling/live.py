@@ -11,7 +11,7 @@ from attrs import frozen
 
 from engine.core.profiling.context_sums import ContextSums
 from engine.core.profiling.cost import ModelCost, Peaks
-from engine.core.profiling.step_shape import visible_keys, visible_pairs
+from engine.core.profiling.step_shape import total_pairs, visible_keys, visible_pairs
 
 if TYPE_CHECKING:
     from engine.core.types import Step
@@ -123,7 +123,7 @@ class StepMeter:
         self._last_result = 0.0
 
     def count_decodes(self, iteration: int, iterations: int) -> None:
-        """Note the contexts of the decoding sequences in the step being planned.
+        """Note the contexts of the decoding sequences, with drafts or without, in the step being planned.
 
         iteration: number of the step's first iteration. Call it before `contexts` changes for later steps.
         """
@@ -144,14 +144,16 @@ class StepMeter:
             for place, window in enumerate(self._cost.windows):
                 pairs[place] += visible_pairs(chunk.start, chunk.count, window)
                 keys[place] += visible_keys(chunk.start, chunk.count, window)
-        for part in step.drafts:
-            count = len(part.tokens)
-            tokens += count
-            sampled += count
-            sequences += 1
+        if step.drafts:  # the first token of a slice is counted by `count_decodes`, the others follow
+            drafts = [len(part.tokens) - 1 for part in step.drafts]
+            starts = [part.start + 1 for part in step.drafts]
+            number = sum(drafts)
+            tokens += number + len(drafts)
+            sampled += number + len(drafts)
+            sequences += len(drafts)
             for place, window in enumerate(self._cost.windows):
-                pairs[place] += visible_pairs(part.start, count, window)
-                keys[place] += visible_keys(part.start, count, window)
+                pairs[place] += total_pairs(starts, drafts, window)
+                keys[place] += number
         kind: StepKind = "decode" if not chunks else "mixed" if decodes or step.drafts else "prefill"
         self._in_flight.append(
             (kind, self._clock(), self._cost.work(tokens, sampled, sequences, pairs, keys, iterations))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 
 from attrs import frozen
 
@@ -59,6 +60,13 @@ def visible_pairs(start: int, count: int, window: Window = None) -> int:
         return full
     growing = max(0, min(count, window - start - 1))  # queries that see less than a whole window
     return growing * start + growing * (growing + 1) // 2 + (count - growing) * window
+
+
+def total_pairs(starts: Sequence[int], counts: Sequence[int], window: Window = None) -> int:
+    """The sum of `visible_pairs` over several runs of tokens."""
+    if window is None:
+        return sum([count * (2 * start + count + 1) for start, count in zip(starts, counts, strict=True)]) // 2
+    return sum(map(visible_pairs, starts, counts, repeat(window)))
 
 
 def visible_keys(start: int, count: int, window: Window = None) -> int:

@@ -196,8 +196,8 @@ class DecodeGraphs:
         all keys and values before its attention reads any, a row sees those of the tokens before it in its slice.
         """
         batch, sampler, plain = self._persistent_batch, self._sampler, len(step.decodes)
-        sequences = (*step.decodes, *(part.sequence for part in step.drafts for _ in part.tokens))
-        count, size, path = len(sequences), self.size(len(sequences)), sampler.graph_path(sequences)
+        count = step.decode_rows
+        size, path = self.size(count), sampler.graph_path((*step.decodes, *[part.sequence for part in step.drafts]))
         graph = self._graphs.get((size, path.name)) or self._capture(size, [path])[0]
         self.invalidate()
         assert self._draft_batch is not None, "a step with drafts that `fits`"
@@ -210,6 +210,7 @@ class DecodeGraphs:
             chosen = batch.last_tokens[self._rows[:count]]
         else:
             own_rows = torch.cat((self._rows[:plain], owners))
+            sequences = (*step.decodes, *(part.sequence for part in step.drafts for _ in part.tokens))
             sampled = sampler.sample(graph.logits[:count], sequences, own_rows, drafts)
             chosen = sampled.tokens
             batch.set_last_tokens(own_rows[:plain], chosen[:plain])

@@ -4,7 +4,7 @@ or all its output is planned. Planning a step touches only the sequences with an
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 
 from engine.core.profiling.context_sums import ContextSums
 from engine.core.schedulers.request_state import RequestState
@@ -15,9 +15,10 @@ class DecodeSet:
     """Sequences that decode: active ones are in every step; deferred ones wait for the policy to allow more decodes.
 
     Active sequences advance implicitly: each gains one token per iteration, computed from the shared step counter.
-    A sequence's next event (`RequestState.next_event`) is the iteration at which this ends, because all its output
-    tokens are planned or its blocks are full. While no sequence is added, removed or has an event, the cost of planning
-    a step does not depend on the number of active sequences.
+    Accepted drafts are tokens in addition to that (`accept_drafts`). A sequence's next event
+    (`RequestState.next_event`) is the iteration at which this ends, because all its output tokens are planned or its
+    blocks are full. While no sequence is added, removed, has an event or drafts, the cost of planning a step does not
+    depend on the number of active sequences.
     """
 
     def __init__(self, counter: StepCounter, contexts: ContextSums | None = None) -> None:
@@ -36,17 +37,18 @@ class DecodeSet:
         """Number of active sequences."""
         return len(self._active)
 
-    def members(self) -> tuple[tuple[int, ...], tuple[RequestState, ...]]:
-        """The active sequences, as numbers and as requests; the same tuple objects until membership changes."""
-        if self._changed:
-            self._changed = False
-            numbers = tuple(self._active)
+    def members(self, apart: Collection[int] = ()) -> tuple[tuple[int, ...], tuple[RequestState, ...]]:
+        """The active sequences but those of the numbers `apart`, as numbers and as requests; the same tuple objects as
+        at the last call if they are the same."""
+        if self._changed or apart:
+            self._changed = bool(apart)
+            numbers = tuple([number for number in self._active if number not in apart])
             if numbers != self._numbers:
                 self._numbers = numbers
-                self._states = tuple(self._active.values())
+                self._states = tuple([self._active[number] for number in numbers])
         return self._numbers, self._states
 
-    def active(self) -> Iterable[RequestState]:
+    def active(self) -> Collection[RequestState]:
         """The active sequences, in batch order."""
         return self._active.values()
 
@@ -81,15 +83,22 @@ class DecodeSet:
 
     def schedule_event(self, state: RequestState) -> None:
         """Set and index the sequence's next event; to be called whenever it has got blocks."""
-        state.next_event = min(state.output_planned_at, state.blocks_full_at)
-        self._events[state.next_event].append(state)
+        self._events[state.find_next_event()].append(state)
+
+    def accept_drafts(self, accepted: Sequence[tuple[RequestState, int]]) -> None:
+        """Advance active sequences by the drafts accepted in the step just committed, beyond the step's iteration."""
+        if self._contexts is not None:
+            self._contexts.advance([(state.context_offset, count) for state, count in accepted])
+        events = self._events
+        for state, count in accepted:
+            events[state.accept_drafts(count)].append(state)
 
     def events_at(self, iteration: int) -> list[RequestState]:
         """Sequences whose next event is at `iteration`, oldest admission first.
 
         Each must be removed or get a block before the counter passes `iteration`.
         """
-        # A sequence that was removed and added again, as for drafts, may be listed twice.
+        # A sequence whose event was moved may be listed twice.
         found = {state for state in self._events.get(iteration, ()) if state.next_event == iteration}
         return sorted(found, key=_by_number)
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING
 
 from engine.core.schedulers.queues import Queues
+from engine.core.schedulers.request_proposals import RequestProposals
 from engine.core.schedulers.request_state import RequestState
 from engine.core.schedulers.step_plan import StepPlan
-from engine.core.speculators.base import SpeculatedSequence
 from engine.core.speculators.checked_speculator import CheckedSpeculator
 from engine.core.speculators.device_proposals import DeviceProposals
 from engine.core.speculators.draft_lengths import DraftLengths
-from engine.core.speculators.grammar_drafts import GrammarDrafts
-from engine.core.speculators.predicted_output import PredictedOutput
 from engine.core.types import DraftSlice, SpeculationStats
 
 if TYPE_CHECKING:
@@ -22,14 +21,10 @@ if TYPE_CHECKING:
 
 
 class Drafting:
-    """Plans drafts, and keeps track of the requests that have some.
+    """Plans drafts, and counts those that are accepted.
 
-    A request with drafts is not among the decoding sequences in the step that verifies them: how many tokens it gains
-    is known when the result is committed. It is back among them when the next step is planned (`resume`). So all others
-    advance by the step counter alone, as without a speculator.
-
-    The speculator is asked only where a request's own prediction proposes nothing. The request's grammar cuts either
-    proposal at the first token that it refuses, or replaces it by the tokens that it forces, if these are more.
+    A request with drafts stays among the decoding sequences. Like the others it gains a token in the step's iteration;
+    the accepted drafts are added when the result is committed. No step is planned before that.
 
     Drafts take what decodes and prefill chunks leave of a step's budget, and blocks that are available: no request
     waits or is preempted for them.
@@ -58,18 +53,12 @@ class Drafting:
         self._queues = queues
         self._max_batch_tokens = max_batch_tokens
         self._max_drafts = speculator.spec.max_drafts
-        self._sequences: dict[str, SpeculatedSequence] = {}
-        """By request id, the requests that have decoded."""
-        self._predictions: dict[str, PredictedOutput] = {}
-        """By request id, for requests that have a prediction."""
-        self._grammars: dict[str, GrammarDrafts] = {}
-        """By request id, for requests that have a grammar."""
-        self._planned: dict[RequestState, tuple[int, ...]] = {}
+        self._requests: dict[str, RequestProposals] = {}
+        """By request id, for requests that have decoded."""
+        self._planned: list[tuple[RequestState, tuple[int, ...]]] = []
         """Drafts of the step being planned."""
-        self._verifying: dict[int, RequestState] = {}
-        """By sequence number, requests with drafts in a step that was planned, until `resume`."""
-        self._positions: dict[int, int] = {}
-        """By sequence number, tokens computed; for the runner, which does not follow how many drafts are accepted."""
+        self._last_drafted: tuple[int, ...] = ()
+        """Sequences with drafts in the last step planned: how many were accepted, the runner does not know."""
         self._verified = [0] * (self._max_drafts + 1)
         """By number of drafts, how often a slice of that many was verified."""
         self._accepted = [0] * (self._max_drafts + 1)
@@ -77,50 +66,25 @@ class Drafting:
 
     def may_follow(self) -> bool:
         """Whether the step after the one in flight should have drafts, by the tokens committed so far."""
-        decoding, lengths = self._queues.decoding.active(), self._lengths
+        decoding, lengths = self._queues.decoding, self._lengths
         if lengths is None:
-            return any(self._propose(state, self._max_drafts) for state in decoding)
-        rows = len(self._queues.decoding)
-        self._may_pay = lengths.begin(rows, rows)
+            return any(True for _ in self._propose(decoding.active()))
+        self._may_pay = lengths.begin(len(decoding), len(decoding))
         self._begun = self._may_pay and lengths.pays(
-            [(state.id, len(self._propose(state, self._max_drafts))) for state in decoding]
+            [(state.id, len(drafts)) for state, drafts in self._propose(decoding.active())]
         )
         return self._begun
-
-    def resume(self) -> None:
-        """Return the requests whose drafts are verified to the decoding sequences."""
-        if not self._verifying:
-            return
-        running, later = self._queues.running, dict[int, RequestState]()
-        for number, state in self._verifying.items():
-            if running.get(number) is not state:
-                continue
-            if state.in_flight:
-                later[number] = state
-            else:
-                self._positions[number] = state.computed
-                self._queues.decoding.add(state)
-        self._verifying = later
 
     def propose(self, plan: StepPlan) -> None:
         """Choose the drafts of a plan whose decodes and chunks are complete. No step may be in flight: drafts follow
         the newest tokens."""
-        self._planned = {}
-        planned: dict[RequestState, tuple[int, ...]] = {}
-        room = plan.draft_tokens_left
+        self._planned = []
         if self._lengths is not None and not self._begin(self._lengths, plan):
             return
-        for state in self._queues.decoding.active():
-            if room <= 0:
-                break
-            if drafts := self._propose(state, room):
-                planned[state] = tuple(drafts)
-                room -= len(drafts)
+        planned = list(self._propose(self._queues.decoding.active(), plan.draft_tokens_left))
         if self._lengths is not None and planned:
-            counts = self._lengths.choose([(state.id, len(drafts)) for state, drafts in planned.items()])
-            planned = {
-                state: drafts[:count] for (state, drafts), count in zip(planned.items(), counts, strict=True) if count
-            }
+            counts = self._lengths.choose([(state.id, len(drafts)) for state, drafts in planned])
+            planned = [(state, drafts[:count]) for (state, drafts), count in zip(planned, counts, strict=True) if count]
         self._planned = planned
 
     def _begin(self, lengths: DraftLengths, plan: StepPlan) -> bool:
@@ -134,102 +98,142 @@ class Drafting:
             self._may_pay = lengths.begin(rows, decodes)
         return self._may_pay
 
-    def take_slices(self) -> tuple[tuple[RequestState, ...], tuple[DraftSlice, ...]]:
-        """Take the requests with drafts out of the decoding ones; return the requests and their slices.
+    def _propose(
+        self, states: Collection[RequestState], room: int = sys.maxsize
+    ) -> Iterator[tuple[RequestState, tuple[int, ...]]]:
+        """The requests for which there is a proposal, with the proposals: of at most `room` tokens in all."""
+        requests, limits = self._requests, self._limits(states)
+        for state, most in zip(states, limits, strict=True):
+            if room <= 0:
+                return
+            limit = min(room, most, state.max_output - state.sampled - 1)
+            if limit <= 0:
+                continue
+            if (proposals := requests.get(state.id)) is None:
+                proposals = requests[state.id] = RequestProposals(state, self._speculator, self._compiler)
+            if drafts := tuple(proposals.propose(limit)):
+                room -= len(drafts)
+                yield state, drafts
 
-        The caller calls `plan_drafts` on each of the requests. Where blocks are short, a request has fewer drafts than
-        planned, or none.
+    def _limits(self, states: Collection[RequestState]) -> Iterable[int]:
+        """Maximum drafts of each request."""
+        if self._lengths is None:
+            return repeat(self._max_drafts, len(states))
+        return self._lengths.limits([state.id for state in states])
+
+    def take_slices(self) -> tuple[dict[int, RequestState], tuple[DraftSlice, ...]]:
+        """The requests with drafts in the step being built, by sequence number, and their slices.
+
+        Where blocks are short, a request has fewer drafts than planned, or none.
         """
         blocks, decoding = self._queues.blocks, self._queues.decoding
-        states: list[RequestState] = []
+        drafted: dict[int, RequestState] = {}
         slices: list[DraftSlice] = []
-        for state, drafts in self._planned.items():
-            number, position = state.sequence, state.computed
+        for state, drafts in self._planned:
+            number, output = state.sequence, state.output
+            position = state.prompt_len + len(output) - 1
             wanted = position + 1 + len(drafts)
             if wanted > state.capacity:
                 blocks.extend(number, wanted, position)
                 state.capacity = blocks.capacity(number)
-            kept = drafts[: state.capacity - position - 1]
-            if not kept:
-                continue
-            decoding.remove(state)
-            self._verifying[number] = state
-            self._positions.pop(number, None)
-            states.append(state)
-            slices.append(DraftSlice(number, position, (state.output[-1], *kept)))
-        self._planned.clear()
-        return tuple(states), tuple(slices)
+                decoding.schedule_event(state)
+            if room := state.capacity - position - 1:
+                drafted[number] = state
+                slices.append(DraftSlice(number, position, (output[-1], *drafts[:room])))
+        self._planned = []
+        return drafted, tuple(slices)
 
-    def plan_proposals(self, states: Iterable[tuple[RequestState, int, int]]) -> int:
+    def plan_proposals(
+        self,
+        plan: StepPlan,
+        decodes: Iterable[RequestState],
+        iterations: int,
+        drafted: Iterable[tuple[RequestState, DraftSlice]],
+    ) -> int:
         """Choose Step.propose of the step being built, and give the requests blocks for the proposals, as far as blocks
         are left once each running request has its next one.
 
-        states: (request, position of its first token in the step, maximum tokens that it has after the step).
+        decodes: requests without drafts. drafted: requests with drafts, and their slices.
         """
         if self._device is None or not self._may_pay:
             return 0
-        wanted = list(states)
-        most = self._max_drafts
-        if self._lengths is not None:
-            most = max((self._lengths.limit(state.id) for state, _, _ in wanted), default=0)
-        if not wanted or most <= 0:
+        # Request, position of its first token in the step, maximum tokens that it has after the step.
+        wanted = [(state, part.start, part.start + len(part.tokens)) for state, part in drafted]
+        wanted += [(state, state.computed - iterations, state.computed) for state in decodes]
+        wanted += [
+            (state, chunk.start, state.computed)
+            for state, chunk in plan.chunks.items()
+            if state.computed == state.prefill_len
+        ]
+        most = max(self._limits([state for state, _, _ in wanted]), default=0)
+        if not most:
             return 0
-        blocks, decoding, running = self._queues.blocks, self._queues.decoding, len(self._queues.running)
         for state, first, length in wanted:
-            # Behind a window, a sequence has blocks for the tokens of one step at most.
-            needed = min(length + most, state.prompt_len + state.max_output, first + self._max_batch_tokens)
-            more = -(-max(needed - state.capacity, 0) // blocks.block_size)
-            if more and blocks.num_available >= (running + more) * blocks.blocks_per_extension:
-                blocks.extend(state.sequence, needed, first)
-                state.capacity = blocks.capacity(state.sequence)
-                if state.next_event >= 0:
-                    decoding.schedule_event(state)
+            if length + most > state.capacity:
+                # Behind a window, a sequence has blocks for the tokens of one step at most.
+                end = min(length + most, state.prompt_len + state.max_output, first + self._max_batch_tokens)
+                self._add_blocks(state, end, first)
         return most
 
-    def receive(self, states: Iterable[RequestState], proposals: Sequence[Sequence[int]]) -> None:
-        """Keep the proposals of the device after a committed step. states: the requests that sampled in the step."""
-        assert self._device is not None, "proposals without a speculator on the device"
-        for state, tokens in zip(states, proposals, strict=True):
-            if not state.finished:
-                self._device.receive(state.id, len(state.tokens), tokens)
-
-    def take_positions(self) -> tuple[tuple[int, int], ...]:
-        """Step.positions of the step being built."""
-        running = self._queues.running
-        positions = tuple((number, at) for number, at in self._positions.items() if number in running)
-        self._positions.clear()
-        return positions
-
-    def verified(self, state: RequestState, count: int, tokens: tuple[int, ...]) -> None:
-        """Count the drafts of a request that were verified. count: their number; tokens: the accepted drafts and the
-        token after them."""
-        accepted = len(tokens) - 1
-        state.accept_drafts(accepted)
-        self._verified[count] += 1
-        self._accepted[accepted] += 1
-        if self._lengths is not None:
-            self._lengths.record(state.id, count, accepted)
-        grammar = self._grammars.get(state.id) if self._grammars else None
-        if grammar is not None and grammar.proposed:
-            return
-        prediction = self._predictions.get(state.id) if self._predictions else None
-        if prediction is not None and prediction.proposed:
-            state.count_prediction(tokens, count)
-        elif self._speculator.learns:
-            self._speculator.accepted(state.id, count, accepted)
-
-    def give_back(self, state: RequestState) -> None:
-        """Free the blocks that only rejected drafts needed; the slot of the next token stays allocated."""
-        blocks = self._queues.blocks
-        if state.sequence and state.capacity - blocks.block_size > state.computed:
-            blocks.shrink(state.sequence, state.computed + 1)
+    def _add_blocks(self, state: RequestState, end: int, first: int) -> None:
+        """Give a request blocks for tokens up to position `end`, if enough are available. first: position of its first
+        token in the step."""
+        blocks, decoding, running = self._queues.blocks, self._queues.decoding, len(self._queues.running)
+        more = -(-max(end - state.capacity, 0) // blocks.block_size)
+        if more and blocks.num_available >= (running + more) * blocks.blocks_per_extension:
+            blocks.extend(state.sequence, end, first)
             state.capacity = blocks.capacity(state.sequence)
+            if state.next_event >= 0:
+                decoding.schedule_event(state)
+
+    def receive(self, states: Iterable[RequestState], proposals: Sequence[Sequence[int]]) -> None:
+        """Keep the proposals of the device after a committed step, which follow the newest tokens.
+
+        states: the requests that sampled in the step. proposals: StepResult.proposals.
+        """
+        if self._device is not None:
+            # A request that has ended stays until the next step: none of its name decodes before that.
+            self._device.receive(dict(zip([state.id for state in states], proposals, strict=False)))
+
+    def take_positions(self, drafted: Collection[int]) -> tuple[tuple[int, int], ...]:
+        """Step.positions of the step being built. drafted: sequences with drafts in it."""
+        running = self._queues.running
+        unknown = [number for number in self._last_drafted if number in running and number not in drafted]
+        self._last_drafted = tuple(drafted)
+        return tuple([(number, running[number].last_position) for number in unknown])
+
+    def accept(
+        self, states: Iterable[RequestState], slices: Iterable[DraftSlice], verified: Iterable[tuple[int, ...]]
+    ) -> None:
+        """Count the drafts that a step has verified, before its tokens are appended, and free the blocks that only
+        rejected drafts needed. states: the requests of `slices`. verified: StepResult.verified."""
+        blocks, decoding = self._queues.blocks, self._queues.decoding
+        accepted: list[tuple[RequestState, int]] = []
+        outcomes: list[tuple[str, int, int]] = []
+        for state, part, tokens in zip(states, slices, verified, strict=True):
+            if state.finished:
+                continue
+            count, right = len(part.tokens) - 1, len(tokens) - 1
+            if right:
+                accepted.append((state, right))
+            self._verified[count] += 1
+            self._accepted[right] += 1
+            outcomes.append((state.id, count, right))
+            proposals = self._requests[state.id]
+            if proposals.learns:
+                proposals.learn(count, tokens)
+            computed = part.start + len(tokens)
+            if state.capacity - blocks.block_size > computed:  # the slot of the next token stays allocated
+                blocks.shrink(state.sequence, computed + 1)
+                state.capacity = blocks.capacity(state.sequence)
+                decoding.schedule_event(state)
+        decoding.accept_drafts(accepted)
+        if self._lengths is not None:
+            self._lengths.record(outcomes)
 
     def forget(self, state: RequestState) -> None:
         """Forget a request that has ended."""
-        self._sequences.pop(state.id, None)
-        self._predictions.pop(state.id, None)
-        self._grammars.pop(state.id, None)
+        self._requests.pop(state.id, None)
         self._speculator.finished(state.id)
         if self._lengths is not None:
             self._lengths.finished(state.id)
@@ -239,40 +243,6 @@ class Drafting:
         return SpeculationStats(
             verified=_at_least(self._verified), accepted=_at_least(self._accepted), faults=self._speculator.faults
         )
-
-    def _propose(self, state: RequestState, room: int) -> Sequence[int]:
-        try:
-            sequence = self._sequences[state.id]
-        except KeyError:
-            sequence = self._sequences[state.id] = _speculated(state)
-            if state.request.prediction:
-                self._predictions[state.id] = PredictedOutput(state.request.prediction)
-            if state.params.grammar is not None and self._compiler is not None:
-                compiled = self._compiler.begin(state.params.grammar)
-                self._grammars[state.id] = GrammarDrafts(state.id, compiled, self._compiler.owner)
-        limit = min(room, self._max_drafts, state.max_output - state.sampled - 1)
-        if limit > 0 and self._lengths is not None:
-            limit = min(limit, self._lengths.limit(state.id))
-        if limit <= 0:
-            return ()
-        found: Sequence[int] = ()
-        if self._predictions and (prediction := self._predictions.get(state.id)) is not None:
-            found = prediction.propose(state.output, limit)
-        if not found:
-            found = self._speculator.propose(sequence, limit)
-        if self._grammars and (grammar := self._grammars.get(state.id)) is not None:
-            found = grammar.choose(state.output, found, limit)
-        return found
-
-
-def _speculated(state: RequestState) -> SpeculatedSequence:
-    """A request as the speculator sees it."""
-    return SpeculatedSequence(
-        request_id=state.id,
-        tokens=state.tokens,
-        prompt_length=state.prompt_len,
-        tenant=state.request.salt or None,
-    )
 
 
 def _at_least(counts: Sequence[int]) -> tuple[int, ...]:

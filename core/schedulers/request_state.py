@@ -29,7 +29,7 @@ class RequestState:
     number: serial number of the request, which orders requests of equal arrival time.
 
     While a request decodes it is in every step, so the numbers of tokens computed and sampled follow from the step
-    counter; otherwise both are updated with each planned chunk.
+    counter and the accepted drafts; otherwise both are updated with each planned chunk.
     """
 
     __slots__ = (
@@ -43,11 +43,12 @@ class RequestState:
         "cached_tokens",
         "capacity",
         "chain",
+        "finish_len",
         "finished",
         "first_token_at",
+        "full_len",
         "id",
         "max_output",
-        "next_check_len",
         "next_event",
         "output",
         "params",
@@ -107,13 +108,14 @@ class RequestState:
         self._computed = 0  # as `computed`, less `_decoded`
         self._decoding_since = -1  # iteration at which decoding started; -1: it does not decode
         self.next_event = -1  # while it decodes: the iteration before which it needs a block, or stops decoding
-        # Below this length of `output`, a sampled token neither fills a block nor reaches max_output, so that a commit
-        # only appends the token unless it is a stop token. 0: not running, or no token committed in this admission.
-        self.next_check_len = 0
+        # Length of `output` at which the request finishes, if no stop token comes before: until then a commit only
+        # appends tokens. 0: not running, or no token committed in this admission.
+        self.finish_len = 0
+        self.full_len = 0  # length of `output` at which the next block is full, once a token was committed
 
     @property
     def _decoded(self) -> int:
-        """Tokens computed, and as many sampled, in the iterations since decoding started."""
+        """Tokens computed, and as many sampled, in the iterations since decoding started; without accepted drafts."""
         return self._counter.iterations - self._decoding_since if self._decoding_since >= 0 else 0
 
     @property
@@ -147,6 +149,11 @@ class RequestState:
         return (self._counter.steps_planned if self._decoded else self._last_step) > self._counter.steps_committed
 
     @property
+    def last_position(self) -> int:
+        """Position of the last token committed; while the request decodes and is not in flight, the next to compute."""
+        return self.prompt_len + len(self.output) - 1
+
+    @property
     def output_len(self) -> int:
         """Output tokens committed."""
         return len(self.output)
@@ -177,12 +184,6 @@ class RequestState:
         self._sampled += last
         return last
 
-    def plan_drafts(self) -> None:
-        """Count the step just planned, which verifies drafts of the request: it yields at least one token."""
-        self._last_step = self._counter.steps_planned
-        self._computed += 1
-        self._sampled += 1
-
     def count_prediction(self, tokens: tuple[int, ...], verified: int) -> None:
         """Count drafts from the prediction. tokens: the accepted drafts and the token after them, not yet appended."""
         assert self.prediction_tokens is not None, "the request has no prediction"
@@ -190,11 +191,19 @@ class RequestState:
         kept = min(len(tokens) - 1, len(self._until_stop(tokens)[0]))
         self.prediction_tokens = (accepted + kept, rejected + verified - kept)
 
-    def accept_drafts(self, count: int) -> None:
-        """Count the drafts accepted in a step that was counted by `plan_drafts`."""
+    def find_next_event(self) -> int:
+        """Update `next_event` for the sequence's blocks, and return it; only while decoding."""
+        iterations_left = min(self.max_output - self._sampled, self.capacity - self._computed)
+        self.next_event = self._decoding_since + iterations_left
+        return self.next_event
+
+    def accept_drafts(self, count: int) -> int:
+        """Count accepted drafts: tokens gained in addition to the one per iteration, while decoding. Returns
+        `next_event`, which comes as many iterations earlier."""
+        self._computed += count
         self._sampled += count
-        if self.sequence:
-            self._computed += count
+        self.next_event -= count
+        return self.next_event
 
     def start_decoding(self) -> None:
         """Take part in every step from now on."""
@@ -214,13 +223,13 @@ class RequestState:
         self.preemptions += 1
         self.sequence = 0
         self.capacity = 0
-        self.next_check_len = 0
+        self.finish_len = 0
         self._computed = 0
 
     def finish(self) -> None:
         """Mark as finished: results still in flight are ignored."""
         self.finished = True
-        self.next_check_len = 0
+        self.finish_len = 0
 
     def append(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float) -> Output:
         """Append sampled tokens up to the one that finishes the request, and return them as an Output.
@@ -231,8 +240,7 @@ class RequestState:
         prompt_logprobs = tuple(self.prompt_logprobs) if self.wants_prompt_logprobs and reason != FINISH_ERROR else None
         self.output += kept
         if self.sequence:
-            full_blocks = (self.prompt_len + len(self.output) - 1) // self._block_size
-            self.next_check_len = min(self.max_output, (full_blocks + 1) * self._block_size + 1 - self.prompt_len)
+            self.finish_len = self.max_output
         self.preemptions_for_waiting = 0
         first = self.first_token_at is None
         if first:
@@ -250,6 +258,11 @@ class RequestState:
             preemptions=self.preemptions if reason else 0,
             prediction_tokens=self.prediction_tokens,
         )
+
+    def note_full_blocks(self) -> None:
+        """Update `full_len` after tokens were committed."""
+        full_blocks = self.last_position // self._block_size
+        self.full_len = (full_blocks + 1) * self._block_size + 1 - self.prompt_len
 
     def _until_stop(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """The tokens up to the one that finishes the request, and the finish reason; None if it goes on."""

@@ -17,9 +17,11 @@ Invariants:
 - A decoding sequence has room in its blocks for the next token before each step that includes it. The iteration at
   which its blocks are full is known in advance, as its next event. So planning looks only at sequences with an event,
   prefilling ones and waiting ones, not at every decoding sequence.
-- Drafts are planned when no step is in flight. A request with drafts leaves the decoding sequences for the step that
-  verifies them (`Drafting`); blocks of rejected drafts are freed, and no block with an unverified token is shared.
-- Committing a result only appends tokens, until a token stops the request or fills a block (`next_check_len`).
+- Drafts are planned when no step is in flight, and no step is planned while one with drafts is. Accepted drafts are
+  tokens in addition to that of the iteration (`Drafting`); blocks of rejected drafts are freed, and no block with an
+  unverified token is shared.
+- Committing a result only appends tokens, until a token finishes the request (`finish_len`) or fills a block
+  (`full_len`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, repeat
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -215,7 +217,8 @@ class Scheduler:
 
     def _schedule_with_drafts(self, drafting: Drafting, now: float) -> Step | None:
         """`schedule`, with a speculator."""
-        drafting.resume()
+        if self._in_flight and self._in_flight[-1].drafts:
+            return None
         idle = not self._in_flight
         plan = self._planner.plan(now, idle=idle)
         if plan.empty:
@@ -253,11 +256,14 @@ class Scheduler:
         # This loop runs for every token: whatever can be done elsewhere is done elsewhere.
         for state, (tokens, logprobs) in zip(planned.decodes, columns, strict=False):
             known = state.output
-            if len(known) + iterations < state.next_check_len and state.stop_tokens.isdisjoint(tokens):
+            length = len(known) + iterations
+            if length < state.finish_len and state.stop_tokens.isdisjoint(tokens):
                 known += tokens
                 outputs.append(
                     Output(request=state.id, tokens=tokens, logprobs=logprobs, cached_tokens=state.cached_tokens)
                 )
+                if length >= state.full_len:
+                    self._register(state)
             elif not state.finished:
                 checked += 1
                 outputs.append(self._append(state, tokens, logprobs, now))
@@ -266,7 +272,7 @@ class Scheduler:
             self._commit_chunks(planned, columns, dict(result.prompt_logprobs), now, outputs)
         if step.drafts:
             self._commit_drafts(planned, result, now, outputs)
-        if result.proposals and self._drafting is not None:
+        if self._drafting is not None:
             sampling = (state for state, chunk in zip(planned.chunks, step.chunks, strict=True) if chunk.sample)
             self._drafting.receive((*planned.decodes, *sampling, *planned.drafts), result.proposals)
         return outputs
@@ -295,18 +301,16 @@ class Scheduler:
     def _build_step(self, plan: StepPlan) -> Step:
         """Commit the plan and build the Step."""
         queues, counter = self._queues, self._counter
-        drafted: tuple[RequestState, ...] = ()
+        drafted: dict[int, RequestState] = {}
         slices: tuple[DraftSlice, ...] = ()
         positions: tuple[tuple[int, int], ...] = ()
         if self._drafting is not None:
             drafted, slices = self._drafting.take_slices()
         iterations = 1 if slices else self._planner.iterations()
-        numbers, decodes = queues.decoding.members()
+        numbers, decodes = queues.decoding.members(apart=drafted)
         if self._meter is not None:
             self._meter.count_decodes(counter.iterations, iterations)
         counter.steps_planned += 1
-        for state in drafted:
-            state.plan_drafts()
         queues.decoding.advance(iterations)
         chunks = []
         for state, chunk in plan.chunks.items():
@@ -322,19 +326,11 @@ class Scheduler:
                 queues.start_decoding(state)
         propose = 0
         if self._drafting is not None:
-            decoding = ((state, state.computed - iterations, state.computed) for state in decodes)
-            prompts = (
-                (state, chunk.start, state.computed)
-                for state, chunk in plan.chunks.items()
-                if state.computed == state.prefill_len
+            propose = self._drafting.plan_proposals(
+                plan, decodes, iterations, zip(drafted.values(), slices, strict=True)
             )
-            verified = (
-                (state, part.start, part.start + len(part.tokens)) for state, part in zip(drafted, slices, strict=True)
-            )
-            propose = self._drafting.plan_proposals(chain(decoding, prompts, verified))
+            positions = self._drafting.take_positions(drafted)
         new, blocks, finished = queues.take_runner_updates()
-        if self._drafting is not None:
-            positions = self._drafting.take_positions()
         step = Step(
             id=counter.steps_planned,
             decodes=numbers,
@@ -349,7 +345,7 @@ class Scheduler:
         )
         if self._meter is not None:
             self._meter.submit(step)
-        self._in_flight.append(_InFlight(step, decodes, tuple(plan.chunks), drafted))
+        self._in_flight.append(_InFlight(step, decodes, tuple(plan.chunks), tuple(drafted.values())))
         return step
 
     def _pop_in_flight(self, step: Step, result: StepResult) -> _InFlight:
@@ -388,15 +384,14 @@ class Scheduler:
     def _commit_drafts(self, planned: _InFlight, result: StepResult, now: float, outputs: list[Output]) -> None:
         """Commit a step's draft slices, and append to `outputs`."""
         assert self._drafting is not None, "drafts were planned without a speculator"
+        self._drafting.accept(planned.drafts, planned.step.drafts, result.verified)
         logprobs = result.verified_logprobs or repeat(())
-        for state, part, tokens, entries in zip(
-            planned.drafts, planned.step.drafts, result.verified, logprobs, strict=False
-        ):
+        for state, tokens, entries in zip(planned.drafts, result.verified, logprobs, strict=False):
             if state.finished:
                 continue
-            self._drafting.verified(state, len(part.tokens) - 1, tokens)
             known = state.output
-            if len(known) + len(tokens) < state.next_check_len and state.stop_tokens.isdisjoint(tokens):
+            length = len(known) + len(tokens)
+            if length < state.finish_len and state.stop_tokens.isdisjoint(tokens):
                 known += tokens
                 self._generation_tokens += len(tokens)
                 outputs.append(
@@ -408,10 +403,10 @@ class Scheduler:
                         prediction_tokens=state.prediction_tokens,
                     )
                 )
+                if length >= state.full_len:
+                    self._register(state)
             else:
                 outputs.append(self._append(state, tokens, entries, now))
-            if not state.finished:
-                self._drafting.give_back(state)
 
     def _append(
         self, state: RequestState, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float
@@ -424,11 +419,17 @@ class Scheduler:
             owner = "the grammar" if self._grammars is None else self._grammars.owner
             error = no_token_error(state, grammar_owner=owner, not_built_in=self._not_built_in)
             output = msgspec.structs.replace(output, error=error)
-        elif state.sequence:  # the last token is not computed yet
-            self._blocks.register(state.sequence, state.tokens, state.chain, state.prompt_len + len(state.output) - 1)
+        elif state.sequence:
+            self._register(state)
         if output.finish_reason is not None:
             self._retire(state)
         return output
+
+    def _register(self, state: RequestState) -> None:
+        """Register the blocks of a running request that are now full in the prefix cache."""
+        # The last token is not computed yet.
+        self._blocks.register(state.sequence, state.tokens, state.chain, state.last_position)
+        state.note_full_blocks()
 
     def _retire(self, state: RequestState) -> None:
         """Remove a request that has finished, and free its blocks."""

@@ -87,7 +87,7 @@ class CheckedSpeculator:
 
 def _problem(answer: object, limit: int, vocab_size: int) -> str | None:
     """What a proposal is not; None for a valid one."""
-    if not isinstance(answer, Sequence):
+    if not isinstance(answer, (tuple, list, Sequence)):  # an abstract class takes long to recognize them
         return "a sequence of tokens"
     if len(answer) > limit:
         return f"at most {limit} tokens"

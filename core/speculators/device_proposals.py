@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engine.core.speculators.base import SpeculatedSequence, SpeculatorSpec
 
@@ -18,21 +18,19 @@ class DeviceProposals:
 
     def __init__(self, spec: SpeculatorSpec) -> None:
         self.spec = spec
-        self._proposals: dict[str, tuple[int, Sequence[int]]] = {}
-        """By request id: the number of tokens that the proposal follows, and the proposal."""
+        self._proposals: Mapping[str, Sequence[int]] = {}
+        """By request id."""
 
-    def receive(self, request_id: str, length: int, tokens: Sequence[int]) -> None:
-        """Keep the proposal of the step just committed. length: tokens of the request, prompt and output."""
-        self._proposals[request_id] = (length, tokens)
+    def receive(self, proposals: Mapping[str, Sequence[int]]) -> None:
+        """Keep the proposals of the step just committed, by request id, in place of those of the step before."""
+        self._proposals = proposals
 
     def propose(self, sequence: SpeculatedSequence, limit: int) -> Sequence[int]:
-        """At most `limit` tokens; empty where the device has proposed nothing for these tokens."""
-        length, tokens = self._proposals.get(sequence.request_id, (-1, ()))
-        return tokens[:limit] if length == len(sequence.tokens) else ()
+        """At most `limit` tokens; empty where the last step has proposed nothing."""
+        return self._proposals.get(sequence.request_id, ())[:limit]
 
     def accepted(self, request_id: str, verified: int, accepted: int) -> None:
         """Nothing: the device does not learn from it."""
 
     def finished(self, request_id: str) -> None:
-        """Forget a request."""
-        self._proposals.pop(request_id, None)
+        """Nothing: the next step replaces the proposals."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from attrs import define
@@ -35,16 +35,14 @@ which is most of a probe's cost."""
 
 @define
 class _Trials:
-    """The verified drafts of one request: a trial per draft, up to and including the first that was rejected."""
+    """Verified drafts: a trial per draft, up to and including the first of a proposal that was rejected. Weighted sums:
+    recent trials count more."""
 
     accepted: float = 0.0
     count: float = 0.0
 
-    def add(self, verified: int, accepted: int, memory: float) -> None:
-        trials = accepted + (accepted < verified)
-        kept = memory**trials
-        self.accepted = self.accepted * kept + accepted
-        self.count = self.count * kept + trials
+
+_NO_TRIALS = _Trials()
 
 
 class DraftLengths:
@@ -56,16 +54,16 @@ class DraftLengths:
 
         (tokens without drafts + the sum of their probabilities) / the time of a step of that many rows.
 
-    Per step: `begin`, then `limit` for each request that may have drafts, then `choose` if there are proposals; later
-    `probed`, and `record` for each request whose drafts were verified. `observe` may be called at any time, `prepare`
-    after `choose`.
+    Per step: `begin`, then `limits` of the requests that may have drafts, then `choose` if there are proposals; later
+    `probed`, and `record` of the drafts that were verified. `observe` may be called at any time, `prepare` after
+    `choose`.
 
     A request whose drafts do not pay is probed from time to time, with one draft; the probes that fail take at most
     0.5 % of the time, those of all requests together.
 
     Where steps overlap, the host has to wait for the step in flight before it plans one with drafts, and for that one
     before it plans the next: the device is idle meanwhile, for the time that `gaps` learns. `pays` is called between
-    `limit` and `choose` then: it says whether to wait at all.
+    `limits` and `choose` then: it says whether to wait at all.
     """
 
     def __init__(
@@ -90,6 +88,8 @@ class DraftLengths:
         """Time for which the device is idle before this step if the step has drafts."""
         self._least = 1.0
         """Probability below which no draft can pay in this step."""
+        self._needed: list[float] = []
+        """For draft numbers 1, 2, ...: acceptance below which it cannot pay, since its probability is too small."""
         self._waiting_time = 0.0
         """Time by which this step, without drafts, takes longer if it does not overlap with the step before."""
         self._pause = self._pause_left = 0
@@ -106,7 +106,7 @@ class DraftLengths:
         """Whether the times of the next step are estimated, if it has the rows of this one."""
 
     def begin(self, rows: int, tokens: int) -> bool:
-        """Begin a step; False: no draft can pay in this step, so `limit` need not be called.
+        """Begin a step; False: no draft can pay in this step, so `limits` need not be called.
 
         rows: rows without drafts; tokens: how many of them yield a token.
         """
@@ -139,17 +139,17 @@ class DraftLengths:
         # The least time per row that any number of further rows has.
         further = times[1:] - self._time
         self._least = float((further / np.arange(1, most + 1)).min()) * tokens / self._time
+        least = max(self._least, 0.0)
+        self._needed = [least ** (1 / number) - 1e-9 for number in range(1, self._max_drafts + 1)]
         self._waiting_time = max(float(times[0]) - self._time, 0.0) if self._overlaps else 0.0
         self._cost = max(float(further[0]), 0.0) + self._waiting_time
 
-    def limit(self, request_id: str) -> int:
-        """Maximum drafts of a request that may pay in this step; 0: none, so no proposal is needed."""
-        acceptance = self.acceptance(request_id)
-        if acceptance >= self._least:
-            if self._least <= 0:
-                return self._max_drafts
-            return min(self._max_drafts, int(math.log(self._least) / math.log(acceptance) + 1e-9))
-        return int(self._probes.may(request_id))
+    def limits(self, requests: Sequence[str]) -> list[int]:
+        """Maximum drafts of each request that may pay in this step; 0: none, so no proposal is needed."""
+        return [
+            bisect_right(self._needed, acceptance) or int(self._probes.may(request))
+            for request, acceptance in zip(requests, self.acceptances(requests), strict=True)
+        ]
 
     def pays(self, proposals: Sequence[tuple[str, int]]) -> bool:
         """Whether to wait for the step in flight, so that the step that has begun may have drafts.
@@ -210,7 +210,7 @@ class DraftLengths:
         if not proposals:
             return []
         lengths = np.array([length for _, length in proposals])
-        acceptances = np.array([self.acceptance(request) for request, _ in proposals])
+        acceptances = np.array(self.acceptances([request for request, _ in proposals]))
         gains = acceptances[:, None] ** (self._powers + (not known))
         gains[self._powers > lengths[:, None]] = 0.0
         places = np.argsort(-gains, axis=None, kind="stable")[: int(np.count_nonzero(gains))]
@@ -230,14 +230,15 @@ class DraftLengths:
         if any(length for _, length in proposals):
             self._pause = self._pause_left = min(2 * self._pause + 1, _MAX_PAUSE)
 
-    def acceptance(self, request_id: str) -> float:
-        """The estimated probability that a draft of a request is accepted if those before it are."""
-        common = self._common.accepted / self._common.count
-        trials = self._requests.get(request_id)
-        if trials is None:
-            return min(common, _MAX_ACCEPTANCE)
-        estimate = (trials.accepted + _PRIOR_TRIALS * common) / (trials.count + _PRIOR_TRIALS)
-        return min(estimate, _MAX_ACCEPTANCE)
+    def acceptances(self, requests: Iterable[str]) -> list[float]:
+        """The estimated probability of each request that a draft of it is accepted if those before it are."""
+        prior = _PRIOR_TRIALS * self._common.accepted / self._common.count
+        estimates: list[float] = []
+        for request in requests:
+            trials = self._requests.get(request, _NO_TRIALS)
+            estimate = (trials.accepted + prior) / (trials.count + _PRIOR_TRIALS)
+            estimates.append(estimate if estimate < _MAX_ACCEPTANCE else _MAX_ACCEPTANCE)
+        return estimates
 
     def probed(self, rows: int, time: float) -> None:
         """If the step has probes, charge the time by which it exceeds the expected time, or credit what it saves."""
@@ -249,13 +250,23 @@ class DraftLengths:
         """Correct the measured times by the time of a step. drafts: whether the step had any."""
         (self._costs if drafts else self._plain).observe(rows, time)
 
-    def record(self, request_id: str, verified: int, accepted: int) -> None:
-        """Count the drafts of a request. accepted: of those verified."""
-        trials = self._requests.setdefault(request_id, _Trials())
-        trials.add(verified, accepted, _MEMORY)
-        self._common.add(verified, accepted, _COMMON_MEMORY)
-        if accepted:
-            self._probes.accepted(request_id, self._time / max(self._tokens, 1))
+    def record(self, outcomes: Sequence[tuple[str, int, int]]) -> None:
+        """Count drafts. outcomes: (request, drafts verified, drafts accepted of these)."""
+        common_accepted, common_count = self._common.accepted, self._common.count
+        for request, verified, accepted in outcomes:
+            count = accepted + (accepted < verified)
+            trials = self._requests.get(request)
+            if trials is None:
+                trials = self._requests[request] = _Trials()
+            kept = _MEMORY**count
+            trials.accepted = trials.accepted * kept + accepted
+            trials.count = trials.count * kept + count
+            kept = _COMMON_MEMORY**count
+            common_accepted = common_accepted * kept + accepted
+            common_count = common_count * kept + count
+        self._common.accepted, self._common.count = common_accepted, common_count
+        accepted_of = (request for request, _, accepted in outcomes if accepted)
+        self._probes.accepted(accepted_of, self._time / max(self._tokens, 1))
 
     def finished(self, request_id: str) -> None:
         """Forget a request."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from attrs import define
 
 _INTERVAL, _MAX_INTERVAL = 16, 512
@@ -81,12 +83,15 @@ class Probes:
         """Whether a draft of the latest step with drafts is a probe."""
         return bool(self._running)
 
-    def accepted(self, request_id: str, worth: float) -> None:
-        """Note that drafts of a request were accepted. worth: the time of a token without drafts."""
-        if request_id in self._running:
-            self.spend(-worth)
-        if request_id in self._turns:
-            self._turns[request_id] = _Turn(next_step=self._step + 1)
+    def accepted(self, requests: Iterable[str], worth: float) -> None:
+        """Note that drafts of each of these requests were accepted. worth: the time of a token without drafts."""
+        if not (self._running or self._turns):
+            return
+        for request_id in requests:
+            if request_id in self._running:
+                self.spend(-worth)
+            if request_id in self._turns:
+                self._turns[request_id] = _Turn(next_step=self._step + 1)
 
     def finished(self, request_id: str) -> None:
         """Forget a request."""

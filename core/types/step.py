@@ -103,4 +103,4 @@ class Step:
     def decode_rows(self) -> int:
         """Tokens that an iteration computes outside prefill chunks: one per decode, and those of the draft slices."""
         rows = len(self.decodes)
-        return rows + sum(len(part.tokens) for part in self.drafts) if self.drafts else rows
+        return rows + sum([len(part.tokens) for part in self.drafts]) if self.drafts else rows

@@ -18,7 +18,7 @@ from engine.core.plugin_host import load_plugins
 from engine.core.plugin_host.selection import find_quant
 from engine.core.profiling import ModelCost, ModuleCost, Peaks, StepShape, Work, count_unloaded
 from engine.core.profiling.count import merged_name
-from engine.core.profiling.step_shape import visible_keys, visible_pairs
+from engine.core.profiling.step_shape import total_pairs, visible_keys, visible_pairs
 from engine.core.types import Request, SamplingParams
 from engine.plugins.models.gemma3 import Gemma3
 from engine.plugins.models.llama import Llama
@@ -205,6 +205,14 @@ def test_visible_pairs_and_keys_equal_a_count_one_by_one(window: int | None) -> 
         ]
         assert visible_pairs(start, size, window) == sum(map(len, seen))
         assert visible_keys(start, size, window) == len(set().union(*seen))
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_total_pairs_equals_the_sum_over_runs_of_tokens(window: int | None) -> None:
+    starts, counts = [0, 5, 0, 20], [4, 3, 0, 10]
+    expected = sum(visible_pairs(start, count, window) for start, count in zip(starts, counts, strict=True))
+    assert total_pairs(starts, counts, window) == expected
+    assert total_pairs([], [], window) == 0
 
 
 def test_names_of_merged_modules_share_their_beginning() -> None:

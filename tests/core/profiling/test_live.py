@@ -175,7 +175,7 @@ def test_a_step_lasts_from_its_submission_or_the_result_before_to_its_result() -
     assert work.floor_seconds is None
 
 
-def test_context_sums_follow_sequences_that_join_grow_and_leave() -> None:
+def test_context_sums_follow_sequences_that_join_grow_advance_and_leave() -> None:
     sums, draw = ContextSums(WINDOWS), random.Random(0)
     offsets: list[int] = []
     for iteration in range(300):
@@ -185,6 +185,10 @@ def test_context_sums_follow_sequences_that_join_grow_and_leave() -> None:
         while len(offsets) > 6:
             offsets.remove(leaving := draw.choice(offsets))
             sums.remove(leaving)
+        for place in draw.sample(range(len(offsets)), draw.randrange(len(offsets) + 1)):
+            gained = draw.randrange(4)
+            sums.advance([(offsets[place], gained)])
+            offsets[place] += gained
         contexts = [offset + iteration + 1 for offset in offsets]
         expected = [sum(min(one, window or one) for one in contexts) for window in WINDOWS]
         assert sums.at(iteration) == expected

@@ -9,7 +9,6 @@ import pytest
 
 from engine.core import Engine, SamplingParams
 from engine.core.runner.drafter import Drafter
-from engine.core.speculators import DeviceProposals
 from engine.core.types import SpeculationStats
 from engine.testing.checkpoints import make_checkpoint
 from tests.core.runner.replays import ReplayByRunning
@@ -20,6 +19,7 @@ from tests.core.runner.test_cuda_graphs import (
     tokens_of,
 )
 from tests.plugins.speculators import eagle3_reference, eagle_reference, mtp_reference
+from tests.plugins.speculators.heads_in_engine import note_proposals
 
 
 @pytest.fixture(scope="module")
@@ -102,19 +102,12 @@ def test_hidden_states_of_replays_are_those_of_plain_steps(
 ) -> None:
     """Heads then propose the same tokens."""
     target, settings = with_heads(tmp_path, speculator)
-    receive = DeviceProposals.receive
-    found: list[tuple[int, tuple[int, ...]]] = []
-
-    def noted(self: DeviceProposals, request_id: str, length: int, tokens: tuple[int, ...]) -> None:
-        found.append((length, tokens))
-        receive(self, request_id, length, tokens)
-
-    monkeypatch.setattr(DeviceProposals, "receive", noted)
+    found = note_proposals(monkeypatch)
     outputs, proposals = [], []
     for graphs in ("decode", "off"):
         with build(target, attention=FixedAttention, running=16, executor__graphs=graphs, **settings) as engine:
             outputs.append(tokens_of(engine, GREEDY))
-        proposals.append(sorted(found))
+        proposals.append(sorted((length, tuple(tokens)) for _, length, tokens in found))
         found.clear()
     assert outputs[0] == outputs[1]
     assert proposals[0] == proposals[1]

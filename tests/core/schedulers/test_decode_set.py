@@ -67,6 +67,31 @@ def test_members_returns_the_same_objects_while_nothing_changes(counter: StepCou
     assert decoding.members() == ((2,), (second,))
 
 
+def test_members_apart_from_some_are_the_same_objects_as_before_if_they_are_equal(
+    counter: StepCounter, decoding: DecodeSet
+) -> None:
+    first, second = sequence(counter, 1), sequence(counter, 2)
+    decoding.add(first)
+    decoding.add(second)
+    all_members = decoding.members()
+    before = decoding.members(apart={1})
+    assert before == ((2,), (second,))
+    assert all(now is old for now, old in zip(decoding.members(apart={1}), before, strict=True))
+    assert decoding.members() == all_members
+
+
+def test_accepted_drafts_are_tokens_beyond_those_of_iterations(counter: StepCounter, decoding: DecodeSet) -> None:
+    drafted, other = (sequence(counter, number, capacity=12) for number in (1, 2))
+    decoding.add(drafted)
+    decoding.add(other)
+    decoding.advance(1)
+    decoding.accept_drafts([(drafted, 3)])
+    assert (drafted.computed, drafted.sampled, other.computed, other.sampled) == (7, 5, 4, 2)
+    assert [number for number in range(12) if drafted in decoding.events_at(number)] == [6]
+    assert [number for number in range(12) if other in decoding.events_at(number)] == [9]
+    decoding.check({1: drafted, 2: other})
+
+
 @pytest.mark.parametrize(
     ("capacity", "max_output", "iteration"), [(4, 100, 1), (8, 100, 5), (3, 100, 0), (8, 3, 2), (8, 1, 0)]
 )

@@ -118,7 +118,7 @@ def test_requests_without_a_proposal_decode_as_always() -> None:
     assert asked[:2] == [("a", [1, 2, 7], 2, None), ("b", [1, 2, 7], 2, "tenant")]
     verify(scheduler, step, (9, 8))
     step = plan(scheduler)
-    assert (step.decodes, step.drafts, step.positions) == ((1, 3, 2), (), ((2, 4),))
+    assert (step.decodes, step.drafts, step.positions) == ((1, 2, 3), (), ((2, 4),))
     turned = step.decodes
     verify(scheduler, step)
     assert plan(scheduler).decodes is turned
@@ -223,9 +223,9 @@ def test_the_speculator_learns_of_its_own_drafts_alone() -> None:
     assert speculator.told == [("a", 2, 1)]
     assert scheduler.stats().speculation is not None
     assert scheduler._drafting is not None
-    assert scheduler._drafting._grammars
+    assert scheduler._drafting._requests
     scheduler.abort("a")
-    assert not scheduler._drafting._grammars
+    assert not scheduler._drafting._requests
 
 
 def test_forced_drafts_do_not_count_as_predicted() -> None:
@@ -308,17 +308,17 @@ def test_only_verified_tokens_are_found_in_the_prefix_cache() -> None:
     assert [chunk.start for chunk in step.chunks] == [4, 4]
 
 
-def test_tokens_count_of_a_request_that_is_preempted_while_its_drafts_are_verified() -> None:
+def test_accepted_drafts_count_of_a_request_that_is_preempted_in_the_next_step() -> None:
     scheduler, _ = make(many, policy(preempts=lambda candidate, running: running[0] if candidate.priority else None))
     scheduler.add(request("a", 3, max_tokens=9))
     turn(scheduler)
     step = plan(scheduler)
     for number in range(8):
         scheduler.add(request(f"b{number}", 3, priority=int(number == 7), arrival=float(number)))
-    later = plan(scheduler)
-    assert later.finished == (1,)
     [output] = verify(scheduler, step, (100, 101, 5))
     assert output.tokens == (100, 101, 5)
+    later = plan(scheduler)
+    assert (later.finished, later.positions) == ((1,), ())
     outputs = verify(scheduler, later) + finish_with_drafts(scheduler)
     assert sum(len(output.tokens) for output in outputs if output.request == "a") == 9 - 4
 
@@ -389,17 +389,20 @@ def test_result_is_needed_for_a_step_with_drafts_and_for_a_proposal() -> None:
     assert scheduler.needs_result()
 
 
-def test_a_request_with_drafts_in_flight_waits_while_others_go_on() -> None:
-    scheduler, _ = make(lambda sequence, limit: [9] if sequence.request_id == "a" else ())
+def test_no_step_is_planned_while_one_with_drafts_is_in_flight() -> None:
+    scheduler, speculator = make(lambda sequence, limit: [9] if sequence.request_id == "a" else ())
     for name in "ab":
         scheduler.add(request(name))
     turn(scheduler)
     first = plan(scheduler)
-    second = plan(scheduler)
-    assert (first.decodes, second.decodes, second.drafts) == ((2,), (2,), ())
+    assert (first.decodes, drafts(first)) == ((2,), [(1, 3, (7, 9))])
+    scheduler.add(request("c"))
+    assert scheduler.needs_result()
+    assert scheduler.schedule(0.0) is None
     verify(scheduler, first, (9, 8))
-    third = plan(scheduler)
-    assert (third.decodes, third.positions) == ((2, 1), ((1, 5),))
+    speculator.answer = nothing
+    second = plan(scheduler)
+    assert (second.decodes, second.positions, len(second.chunks)) == ((1, 2), ((1, 5),), 1)
 
 
 def test_stats_count_drafts_by_position_and_faults() -> None:

@@ -68,9 +68,9 @@ def test_a_prediction_is_forgotten_when_its_request_ends() -> None:
     turn(scheduler)
     assert scheduler._drafting is not None
     assert drafts(plan(scheduler))
-    assert scheduler._drafting._predictions
+    assert scheduler._drafting._requests
     scheduler.abort("a")
-    assert not scheduler._drafting._predictions
+    assert not scheduler._drafting._requests
 
 
 def test_a_prediction_is_refused_where_nothing_can_follow_it() -> None:

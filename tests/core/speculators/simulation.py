@@ -76,7 +76,8 @@ class Simulation:
             return dict.fromkeys(self.requests, self.fixed) if self.fixed else {}
         if not self.lengths.begin(self.batch, self.batch):
             return {}
-        asked = [(str(request), self.lengths.limit(str(request))) for request in self.requests]
+        names = [str(request) for request in self.requests]
+        asked = list(zip(names, self.lengths.limits(names), strict=True))
         if self.gap and not self.waits:
             self.waits = self.lengths.pays(asked)
             if not self.waits:
@@ -107,7 +108,7 @@ class Simulation:
             while accepted < chosen.get(request, 0) and self.pick.random() < acceptance:
                 accepted += 1
             if request in chosen and self.fixed is None:
-                self.lengths.record(str(request), chosen[request], accepted)
+                self.lengths.record([(str(request), chosen[request], accepted)])
             self.tokens += accepted + 1
             self.left[place] -= accepted + 1
             if self.left[place] <= 0:

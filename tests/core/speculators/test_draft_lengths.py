@@ -58,16 +58,16 @@ def test_speculation_goes_off_and_on_again_with_the_acceptance(batch: int) -> No
 def test_a_large_batch_that_is_bound_by_compute_turns_speculation_off_and_a_small_one_on() -> None:
     lengths = DraftLengths(costs_of("memory, then compute"), 5)
     for _ in range(30):
-        lengths.record("r", 5, 3)
+        lengths.record([("r", 5, 3)])
     lengths.begin(4, 4)
-    assert lengths.limit("r") == 5
+    assert lengths.limits(["r"])[0] == 5
     asked = 0
     for _ in range(16):
         lengths.begin(400, 400)
-        asked += sum(lengths.choose([("r", lengths.limit("r"))]))
+        asked += sum(lengths.choose([("r", lengths.limits(["r"])[0])]))
     assert asked == 1, "once, to try it"
     lengths.begin(4, 4)
-    assert lengths.limit("r") == 5
+    assert lengths.limits(["r"])[0] == 5
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -81,9 +81,9 @@ def test_one_rejected_draft_at_the_start_ends_no_speculation() -> None:
     drafts = StepCosts([(1, 4.41), (2, 4.81), (4, 4.87), (8, 4.87)])  # ms, of Llama-8B on an H200
     lengths = DraftLengths(drafts, 3, plain=StepCosts([(1, 4.0), (8, 4.4)]), overlaps=True)
     lengths.gaps.observe(0.54, 1)
-    lengths.record("first", 3, 0)
+    lengths.record([("first", 3, 0)])
     assert lengths.begin(1, 1)
-    assert lengths.limit("second") > 0
+    assert lengths.limits(["second"])[0] > 0
     assert lengths.choose([("second", 3)]) != [0]
 
 
@@ -94,12 +94,12 @@ def test_drafts_that_gain_more_than_the_gap_costs_are_verified() -> None:
 def test_the_host_does_not_wait_where_drafts_do_not_pay() -> None:
     lengths = DraftLengths(costs_of("bound by compute"), 5, overlaps=True)
     for _ in range(40):
-        lengths.record("r", 5, 2)
+        lengths.record([("r", 5, 2)])
     waits = 0
     for _ in range(200):
         if lengths.begin(8, 8) and lengths.pays([("r", 5)]):
             waits += 1
-            lengths.record("r", sum(lengths.choose([("r", 5)])), 0)
+            lengths.record([("r", sum(lengths.choose([("r", 5)])), 0)])
     assert 1 <= waits <= 5, "for probes, less and less often"
 
 
@@ -108,7 +108,7 @@ def test_waiting_ends_when_no_proposal_is_left_each_time() -> None:
     lengths = DraftLengths(costs_of("memory, then compute"), 5, overlaps=True)
     lengths.gaps.observe(2000.0, 1)
     for _ in range(40):
-        lengths.record("r", 5, 5)
+        lengths.record([("r", 5, 5)])
     waits = [lengths.begin(1, 1) and lengths.pays([("r", 5)]) for _ in range(400)]
     assert waits[0]
     assert sum(waits) * 2000 <= 2000 + 0.005 * 400 * 5206
@@ -116,7 +116,7 @@ def test_waiting_ends_when_no_proposal_is_left_each_time() -> None:
 
 def test_requests_are_not_asked_for_a_while_after_proposals_that_did_not_pay() -> None:
     lengths = DraftLengths(costs_of("bound by compute"), 5)
-    lengths.record("r", 5, 5)
+    lengths.record([("r", 5, 5)])
     asked = [lengths.begin(64, 64) and lengths.choose([("r", 1)]) is not None for _ in range(64)]
     assert sum(asked) < 10
 
@@ -124,7 +124,7 @@ def test_requests_are_not_asked_for_a_while_after_proposals_that_did_not_pay() -
 def test_a_probe_takes_along_the_requests_that_cost_no_more() -> None:
     lengths = DraftLengths(StepCosts([(8, 10.0), (16, 11.0), (24, 12.0)], padded=True), 2)
     for number in range(12 * 40):
-        lengths.record(str(number % 12), 20, 0)
+        lengths.record([(str(number % 12), 20, 0)])
     for _ in range(200):
         if lengths.begin(12, 12) and any(counts := lengths.choose([(str(number), 1) for number in range(12)])):
             break
@@ -136,19 +136,19 @@ def test_steps_without_drafts_may_have_other_times() -> None:
     graphs, eager = StepCosts([(1, 100.0), (64, 110.0)]), StepCosts([(1, 300.0), (64, 310.0)])
     lengths = DraftLengths(eager, 4, plain=graphs)
     for _ in range(40):
-        lengths.record("seldom", 4, 0)
-        lengths.record("sure", 4, 4)
+        lengths.record([("seldom", 4, 0)])
+        lengths.record([("sure", 4, 4)])
     lengths.begin(1, 1)
     assert lengths.choose([("sure", 4)]) == [4]
     lengths.begin(1, 1)
-    assert lengths.limit("seldom") == 0
+    assert lengths.limits(["seldom"])[0] == 0
 
 
 def test_the_most_probable_drafts_of_all_sequences_are_chosen() -> None:
     lengths = DraftLengths(StepCosts([(1, 10.0), (2, 10.0), (9, 10.0), (10, 1000.0)], padded=True), 4)
     for _ in range(40):
-        lengths.record("sure", 4, 4)
-        lengths.record("unsure", 4, 0)
+        lengths.record([("sure", 4, 4)])
+        lengths.record([("unsure", 4, 0)])
     lengths.begin(3, 3)
     assert lengths.choose([("sure", 4), ("unsure", 4), ("sure", 1)]) == [4, 1, 1]
     assert lengths.choose([("sure", 2), ("unsure", 0)]) == [2, 0]
@@ -165,12 +165,12 @@ def test_a_choice_that_was_prepared_is_the_one_that_is_made_without(
     for prepares in (True, False):
         lengths = DraftLengths(StepCosts([(1, 10.0), (4, 11.0), (6, 14.0), (16, 40.0)]), 4)
         for request, accepted in (("a", 30), ("b", 15)):
-            lengths.record(request, 32, accepted)
+            lengths.record([(request, 32, accepted)])
         lengths.begin(3, 3)
         assert any(lengths.choose([("a", 4), ("b", 3)]))
         if prepares:
             lengths.prepare()
-        made.append((lengths.begin(rows, rows), [lengths.limit(name) for name in "ab"], lengths.choose(proposals)))
+        made.append((lengths.begin(rows, rows), lengths.limits(["a", "b"]), lengths.choose(proposals)))
     assert made[0] == made[1]
 
 
@@ -208,7 +208,7 @@ def test_what_was_prepared_holds_for_one_step_also_if_that_has_no_proposals() ->
         for rows in (2, 3, 4, 5):
             costs.observe(rows, 100.0)
     lengths.begin(1, 1)
-    assert lengths.limit("a") == 0
+    assert lengths.limits(["a"])[0] == 0
     assert lengths.choose([("a", 4)]) == [0]
 
 
@@ -219,14 +219,14 @@ def test_the_choice_is_that_of_a_search_through_all_choices(seed: int) -> None:
     lengths = DraftLengths(StepCosts([(rows + 1, time) for rows, time in enumerate(times)]), 3)
     requests = ["a", "b", "c"]
     for request in requests:
-        lengths.record(request, 40, int(pick.integers(0, 40)))
+        lengths.record([(request, 40, int(pick.integers(0, 40)))])
     lengths.begin(3, 3)
     proposals = [(request, int(pick.integers(1, 4))) for request in requests]
 
     def rate(counts: tuple[int, ...]) -> float:
         gains = sum(
-            sum(lengths.acceptance(request) ** (number + 1) for number in range(count))
-            for request, count in zip(requests, counts, strict=True)
+            sum(acceptance ** (number + 1) for number in range(count))
+            for acceptance, count in zip(lengths.acceptances(requests), counts, strict=True)
         )
         return (3 + gains) / float(times[2 + sum(counts)])
 
@@ -242,11 +242,34 @@ def test_a_step_in_which_nothing_can_pay_asks_no_request() -> None:
     assert not lengths.begin(64, 0)
 
 
+def test_limits_are_the_drafts_whose_probability_is_enough() -> None:
+    lengths = DraftLengths(StepCosts([(1, 10.0), (2, 13.0), (16, 55.0)]), 5)
+    requests = [str(number) for number in range(9)]
+    for number, request in enumerate(requests):
+        lengths.record([(request, 8, number)] * 20)
+    lengths.begin(4, 4)
+    needed = lengths._least
+    assert 0 < needed < 1
+    expected = [sum(one**count >= needed for count in range(1, 6)) for one in lengths.acceptances(requests)]
+    assert lengths.limits(requests)[1:] == expected[1:]
+    assert expected[0] < expected[-1]
+
+
+def test_drafts_recorded_together_count_as_those_recorded_one_after_the_other() -> None:
+    together, apart = (DraftLengths(costs_of("a laptop"), 5) for _ in range(2))
+    outcomes = [("a", 5, 3), ("b", 2, 2), ("a", 4, 0), ("c", 1, 1)]
+    together.record(outcomes)
+    for outcome in outcomes:
+        apart.record([outcome])
+    names = ["a", "b", "c", "new"]
+    assert together.acceptances(names) == apart.acceptances(names)
+
+
 def test_a_finished_request_leaves_nothing() -> None:
     lengths = DraftLengths(costs_of("a laptop"), 5)
     lengths.begin(1, 1)
-    lengths.limit("r")
-    lengths.record("r", 2, 0)
+    lengths.limits(["r"])[0]
+    lengths.record([("r", 2, 0)])
     lengths.finished("r")
     lengths.finished("never seen")
     assert lengths._requests == {}

@@ -143,11 +143,11 @@ def test_times_that_were_measured_wrong_are_corrected_by_probes() -> None:
     drafts = []
     for _ in range(6000):
         lengths.begin(1, 1)
-        count = sum(lengths.choose([("r", lengths.limit("r"))]))
+        count = sum(lengths.choose([("r", lengths.limits(["r"])[0])]))
         drafts.append(count)
         if count:
             lengths.probed(1 + count, 1.05)
-            lengths.record("r", count, count)
+            lengths.record([("r", count, count)])
         lengths.observe(1 + count, 1.05, drafts=count > 0)
     assert drafts[0] == 0
     assert drafts[-1] == 4

@@ -6,7 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engine.core import Engine, SamplingParams
+from engine.core.schedulers.drafting import Drafting
+from engine.core.schedulers.request_state import RequestState
 from engine.core.types import Request
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -14,6 +18,20 @@ PROMPTS = [tuple((7 * row + 3 * column) % 256 for column in range(5 + 13 * row))
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=20, ignore_eos=True)
 Received = list[tuple[str, int, Sequence[int]]]
 """(request, its number of tokens, the proposal) of each proposal that comes from the device."""
+
+
+def note_proposals(monkeypatch: pytest.MonkeyPatch) -> Received:
+    """A list to which the proposals that come from the device are added, as they come."""
+    found: Received = []
+    receive = Drafting.receive
+
+    def noted(self: Drafting, states: Sequence[RequestState], proposals: Sequence[Sequence[int]]) -> None:
+        received = zip(states, proposals, strict=bool(proposals))
+        found.extend((state.id, len(state.tokens), tokens) for state, tokens in received if not state.finished)
+        receive(self, states, proposals)
+
+    monkeypatch.setattr(Drafting, "receive", noted)
+    return found
 
 
 def build(target: Path, speculator: str, heads: Path | None = None, **settings: Any) -> Engine:
