@@ -121,10 +121,13 @@ class RunningServer:
     def children(self) -> dict[int, str]:
         """The command line of each child process, by process ID."""
         listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        own = Path(f"/proc/{self.process.pid}/cmdline").read_text()
         found = {}
         for child in listed:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
-                found[int(child)] = Path(f"/proc/{child}/cmdline").read_text()
+                command = Path(f"/proc/{child}/cmdline").read_text()
+                if command not in ("", own):  # else it has ended, or does not run its own program yet
+                    found[int(child)] = command
         return found
 
     def engine_pid(self) -> int:
@@ -145,6 +148,48 @@ class RunningServer:
     def front_end_pids(self) -> list[int]:
         """Process IDs of the front ends."""
         return [pid for pid, command in self.children().items() if "front_end" in command]
+
+    def connections(self) -> dict[int, int]:
+        """Number of TCP connections that each front end holds, by process ID; also those that the client has closed."""
+        port = f":{int(self.url.rpartition(':')[2]):04X}"
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+        sockets = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(port)}
+        held = dict.fromkeys(self.front_end_pids(), 0)
+        for pid in held:
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # closed since
+                    held[pid] += str(descriptor.readlink()) in sockets
+        return held
+
+    @contextlib.contextmanager
+    def client_per_front_end(self, count: int = 2) -> Iterator[list[httpx.Client]]:
+        """`count` clients, each with a connection to another of the server's `count` front ends.
+
+        A new connection goes to the front end that has fewest, counting those that it has not closed yet.
+        """
+        clients: list[httpx.Client] = []
+
+        def are_even() -> bool:
+            held = list(self.connections().values())
+            return held == held[:1] * count
+
+        def have_one_each() -> bool:
+            for client in clients:
+                client.close()
+            clients.clear()
+            if not are_even():
+                return False
+            clients.extend(self.client() for _ in range(count))
+            for client in clients:
+                client.get("/health")
+            return are_even()
+
+        try:
+            self.until(have_one_each)
+            yield clients
+        finally:
+            for client in clients:
+                client.close()
 
     def stop(self) -> int:
         """Send SIGTERM and wait; the exit code."""
