@@ -363,10 +363,11 @@ def test_start_fails_on_a_node_with_another_version(make_executor: Make, monkeyp
 
 
 def test_start_fails_at_an_address_without_a_cluster(make_executor: Make) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        free = "{}:{}".format(*listening.getsockname())
-    with pytest.raises(ExecutorError, match=rf"^Ray cannot be joined at {free}: .*refused; see the option address"):
-        make_executor(options={"address": free}).start()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # no one else can take its port, and no one listens there
+        free = "{}:{}".format(*silent.getsockname())
+        with pytest.raises(ExecutorError, match=rf"^Ray cannot be joined at {free}: .*refused; see the option address"):
+            make_executor(options={"address": free}).start()
 
 
 def test_each_replica_of_a_server_is_placed_separately(engine_checkpoint: Path, address: str, until: Make) -> None:
