@@ -141,9 +141,11 @@ class RunningServer:
 
     def worker_pids(self) -> list[int]:
         """Process IDs of the executor's workers."""
-        engine = self.engine_pid()
-        lists = (task / "children" for task in Path(f"/proc/{engine}/task").iterdir())
-        return [int(child) for one in lists for child in one.read_text().split()]
+        found: list[int] = []
+        for task in Path(f"/proc/{self.engine_pid()}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread has ended since
+                found += map(int, (task / "children").read_text().split())
+        return found
 
     def front_end_pids(self) -> list[int]:
         """Process IDs of the front ends."""
