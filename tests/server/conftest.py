@@ -252,7 +252,7 @@ def alive() -> Callable[[int], bool]:
 def fake_config() -> Callable[..., EngineConfig]:
     """Makes a configuration for the fake engine: `options` configure the engine, other arguments ServerConfig.
 
-    The device is a CPU, so that several replicas need no GPUs.
+    The device is a CPU, so that several replicas need no GPUs. An idle engine computes no steps, which tests count.
     """
 
     def make(
@@ -262,7 +262,7 @@ def fake_config() -> Callable[..., EngineConfig]:
             model=ModelConfig(path="/somewhere/tiny", tokenizer=tokenizer),
             executor=ExecutorConfig(device="cpu", options=options or {}),
             parser=ParserConfig(name=parser, options={"reasoning": True} if parser != "auto" else {}),
-            server=attrs.evolve(ServerConfig(port=0, api_workers=1), **server),
+            server=attrs.evolve(ServerConfig(port=0, api_workers=1, health_interval=0.0), **server),
         )
 
     return make

@@ -44,6 +44,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, start_server: Callable[[Sequ
     def serve(*flags: str) -> Any:
         command = [*ENGINE, "serve", "--model", str(directory), "--port", "0"]
         command += ["--kv-memory", "8MiB", "--max-len", str(MAX_LEN), "--dtype", "float32", "--threads", "1"]
+        command += ["--set", "server.health_interval=0"]  # an idle engine computes no steps, which tests count
         command += ["--grammar-option", "max_whitespace=1", *flags]
         server = start_server(command)
         assert server.url, server.errors
