@@ -312,7 +312,12 @@ def test_hung_step_fails_with_the_stack_of_the_late_rank(
     assert caplog.text.count("has not finished step 2") == 2
 
 
-def test_start_fails_when_the_cluster_has_no_room(make_executor: Make) -> None:
+def test_start_fails_when_the_cluster_has_no_room(make_executor: Make, address: str, until: Make) -> None:
+    ray.init(address=address, logging_level=logging.WARNING)
+    try:  # the CPUs of an actor that has ended are free a moment later
+        until(lambda: ray.available_resources().get("CPU") == 2, 60)
+    finally:
+        ray.shutdown()
     message = (
         r"^Ray could not place 3 ranks of 1 CPU each within 1 s \(option placement_timeout\); the cluster has "
         r"1 CPU on [\d.]+, 1 CPU on [\d.]+, of which 2 CPU are free; "
