@@ -60,7 +60,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_runtest_setup() -> None:
-    """Make Triton's interpreter quicker, if it was imported."""
+    """Seed torch, if it was imported, so that a test's data do not depend on the tests before; quicken Triton's
+    interpreter, if it was imported.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
     quicken()
 
 

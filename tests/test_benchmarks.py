@@ -59,7 +59,7 @@ def test_stream_events_reports_each_kind_of_stream(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(file.read_text())["rows"]
     assert {row["metric"] for row in rows} >= {"plain", "four stop strings", "parsed, reasoning", "5 log probabilities"}
-    assert all(row["value"] > 0 for row in rows)
+    assert all(row["value"] >= 0 for row in rows)  # CPU time, whose clock may tick once in 10 ms
 
 
 def test_an_unknown_case_is_refused() -> None:

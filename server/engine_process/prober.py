@@ -43,6 +43,7 @@ class Prober:
         if self._interval and now - self._last_busy >= self._interval:
             self.request_step()
         if self._requested:
+            self._last_busy = now
             params = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
             self._engine.add(Request(id=NAME, prompt=(0,), params=params, arrival=now, salt=NAME))
 

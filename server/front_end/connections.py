@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import select
 import termios
@@ -22,6 +23,8 @@ CHUNK_FRAMING = 32
 """Bytes of a chunk's frame that count towards no limit."""
 MAX_PIPELINED = 16
 """Maximum requests that wait on one connection for the answer to an earlier one."""
+MIN_END_CHECK, MAX_END_CHECK = 0.01, 0.1
+"""Seconds between two checks whether a connection can end at the end of the server; doubled each time."""
 
 
 class ConnectionOwner(ABC):
@@ -69,6 +72,8 @@ class Connection(HttpProtocol):
         """Bytes that waited for the client at the last check; None: the client is not late."""
         self._last_read = 0.0
         """When the client was last seen to read, while it is late."""
+        self._end_check: asyncio.TimerHandle | None = None
+        """The next _check_end; None: the server is not ending."""
 
     # --- called by the owner ---
 
@@ -136,6 +141,8 @@ class Connection(HttpProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self._end_check is not None:
+            self._end_check.cancel()
         self.app_state.clear()  # holds a reference to this object
         self._owner.closed(self)
 
@@ -208,10 +215,8 @@ class Connection(HttpProtocol):
         By TLS, closing waits for the client to close as well, which an idle client does not; so a client that has all
         its data is not waited for.
         """
-        has_all = not self._count_unread()
         super().shutdown()
-        if has_all and self.transport.is_closing():
-            self.transport.abort()
+        self._schedule_end_check(MIN_END_CHECK, False)
 
     def timeout_keep_alive_handler(self) -> None:
         """Do nothing: `check_time` closes idle connections, also those that have never sent a request."""
@@ -256,6 +261,21 @@ class Connection(HttpProtocol):
         if now - self._last_read > self._limits.write_timeout:
             self._owner.dropped("write_timeout")
             self.transport.abort()
+
+    def _schedule_end_check(self, seconds: float, had_all: bool) -> None:
+        self._end_check = self.loop.call_later(seconds, self._check_end, min(2 * seconds, MAX_END_CHECK), had_all)
+
+    def _check_end(self, seconds: float, had_all: bool) -> None:
+        """Abort the connection if it is closing and the client has all its data; checks again after `seconds`.
+
+        had_all: whether the client had all at the last check. Twice, since what TLS has encrypted may wait in the event
+        loop, which counts nowhere; between two checks the loop passes it to the kernel, if the kernel has room.
+        """
+        has_all = self.transport.is_closing() and not self._count_unread()
+        if has_all and had_all:
+            self.transport.abort()
+        else:
+            self._schedule_end_check(seconds, has_all)
 
     def _count_unread(self) -> int:
         """Number of bytes that wait in this process and in the kernel for the client to read them."""

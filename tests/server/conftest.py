@@ -121,10 +121,13 @@ class RunningServer:
     def children(self) -> dict[int, str]:
         """The command line of each child process, by process ID."""
         listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        own = Path(f"/proc/{self.process.pid}/cmdline").read_text()
         found = {}
         for child in listed:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
-                found[int(child)] = Path(f"/proc/{child}/cmdline").read_text()
+                command = Path(f"/proc/{child}/cmdline").read_text()
+                if command not in ("", own):  # else it has ended, or does not run its own program yet
+                    found[int(child)] = command
         return found
 
     def engine_pid(self) -> int:
@@ -138,13 +141,57 @@ class RunningServer:
 
     def worker_pids(self) -> list[int]:
         """Process IDs of the executor's workers."""
-        engine = self.engine_pid()
-        lists = (task / "children" for task in Path(f"/proc/{engine}/task").iterdir())
-        return [int(child) for one in lists for child in one.read_text().split()]
+        found: list[int] = []
+        for task in Path(f"/proc/{self.engine_pid()}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread has ended since
+                found += map(int, (task / "children").read_text().split())
+        return found
 
     def front_end_pids(self) -> list[int]:
         """Process IDs of the front ends."""
         return [pid for pid, command in self.children().items() if "front_end" in command]
+
+    def connections(self) -> dict[int, int]:
+        """Number of TCP connections that each front end holds, by process ID; also those that the client has closed."""
+        port = f":{int(self.url.rpartition(':')[2]):04X}"
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+        sockets = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(port)}
+        held = dict.fromkeys(self.front_end_pids(), 0)
+        for pid in held:
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # closed since
+                    held[pid] += str(descriptor.readlink()) in sockets
+        return held
+
+    @contextlib.contextmanager
+    def client_per_front_end(self, count: int = 2) -> Iterator[list[httpx.Client]]:
+        """`count` clients, each with a connection to another of the server's `count` front ends.
+
+        A new connection goes to the front end that has fewest, counting those that it has not closed yet.
+        """
+        clients: list[httpx.Client] = []
+
+        def are_even() -> bool:
+            held = list(self.connections().values())
+            return held == held[:1] * count
+
+        def have_one_each() -> bool:
+            for client in clients:
+                client.close()
+            clients.clear()
+            if not are_even():
+                return False
+            clients.extend(self.client() for _ in range(count))
+            for client in clients:
+                client.get("/health")
+            return are_even()
+
+        try:
+            self.until(have_one_each)
+            yield clients
+        finally:
+            for client in clients:
+                client.close()
 
     def stop(self) -> int:
         """Send SIGTERM and wait; the exit code."""
@@ -205,7 +252,7 @@ def alive() -> Callable[[int], bool]:
 def fake_config() -> Callable[..., EngineConfig]:
     """Makes a configuration for the fake engine: `options` configure the engine, other arguments ServerConfig.
 
-    The device is a CPU, so that several replicas need no GPUs.
+    The device is a CPU, so that several replicas need no GPUs. An idle engine computes no steps, which tests count.
     """
 
     def make(
@@ -215,7 +262,7 @@ def fake_config() -> Callable[..., EngineConfig]:
             model=ModelConfig(path="/somewhere/tiny", tokenizer=tokenizer),
             executor=ExecutorConfig(device="cpu", options=options or {}),
             parser=ParserConfig(name=parser, options={"reasoning": True} if parser != "auto" else {}),
-            server=attrs.evolve(ServerConfig(port=0, api_workers=1), **server),
+            server=attrs.evolve(ServerConfig(port=0, api_workers=1, health_interval=0.0), **server),
         )
 
     return make

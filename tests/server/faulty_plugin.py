@@ -1,7 +1,7 @@
 """A plugin whose attention backend fails on demand.
 
 Options: at (start, prefill or decode; the last two after the rehearsal, which ends with its only decode step);
-do (kill, memory, bug, or part: abort the rank groups).
+do (kill, memory, bug, wait: a moment, or part: abort the rank groups).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from typing import Any
 
 from attrs import frozen
@@ -53,6 +54,9 @@ def load() -> type:
                 return
             if self._options.do == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self._options.do == "wait":
+                time.sleep(0.02)
+                return
             if self._options.do == "bug":
                 raise KeyError("tide")
             if self._options.do == "part":

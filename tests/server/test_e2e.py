@@ -44,6 +44,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, start_server: Callable[[Sequ
     def serve(*flags: str) -> Any:
         command = [*ENGINE, "serve", "--model", str(directory), "--port", "0"]
         command += ["--kv-memory", "8MiB", "--max-len", str(MAX_LEN), "--dtype", "float32", "--threads", "1"]
+        command += ["--set", "server.health_interval=0"]  # an idle engine computes no steps, which tests count
         command += ["--grammar-option", "max_whitespace=1", *flags]
         server = start_server(command)
         assert server.url, server.errors
@@ -429,11 +430,14 @@ def test_streams_closed_by_clients_free_their_blocks(server: Any) -> None:
     pieces = asyncio.run(all_of_them())
     assert all(count > 0 for count in pieces)
     assert pieces[::3] == [1] * 22  # closed after the first piece; the engine aborts these requests:
-    assert server.metrics()['engine_requests_finished_total{finish_reason="abort"}'] > 0
-    server.until(lambda: server.metrics()['engine_kv_blocks{state="used"}'] == 0)
-    metrics = server.metrics()
-    assert metrics["engine_num_requests_running"] == 0
-    assert metrics["engine_num_requests_waiting"] == 0
+    server.until(lambda: server.metrics()['engine_requests_finished_total{finish_reason="abort"}'] > 0)
+    used = ('engine_kv_blocks{state="used"}', "engine_num_requests_running", "engine_num_requests_waiting")
+
+    def is_idle() -> bool:
+        metrics = server.metrics()
+        return all(metrics[name] == 0 for name in used)
+
+    server.until(is_idle)
 
 
 def test_profiles_of_a_running_server_have_every_process(server: Any, client: openai.OpenAI) -> None:
@@ -493,8 +497,10 @@ def test_a_killed_engine_process_ends_streams_with_an_error(start: Start, alive:
         last = [line for line in lines if line][-1]
         assert time.monotonic() - start_time < 10  # 2 by the documentation, and more where the machine is busy
     assert last.startswith('data: {"error":')
-    assert httpx.get(f"{server.url}/health", timeout=30).status_code == 503
-    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 503
+    with server.client_per_front_end(len(server.front_end_pids())) as clients:
+        for client in clients:
+            server.until(lambda client=client: client.get("/health").status_code == 503)
+            assert client.post("/v1/completions", json=body).status_code == 503
     assert not alive(engine)
     assert server.stop() == 1
 

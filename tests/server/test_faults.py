@@ -24,6 +24,9 @@ BODY = {"model": "tiny", "prompt": "once upon a time", "max_tokens": 200, "tempe
 NOTICE_SECONDS = 10.0
 """Seconds in which clients learn of a dead process: 2 by the documentation, and more where the machine is busy."""
 
+SLOW = ("--attention", "faulty", "--attention-option", "at=decode", "--attention-option", "do=wait")
+"""Flags with which a stream takes seconds, so that it cannot end before what a test does to it."""
+
 Start = Callable[..., Any]
 
 
@@ -149,7 +152,7 @@ def test_a_worker_killed_in_prefill_fails_the_request(start: Start) -> None:
 
 
 def test_a_worker_killed_in_decode_fails_the_stream(start: Start, alive: Callable[[int], bool]) -> None:
-    server = start()
+    server = start(*SLOW)
     engine, (worker,) = server.engine_pid(), server.worker_pids()
     with stream(server) as lines:
         os.kill(worker, signal.SIGKILL)
@@ -161,7 +164,7 @@ def test_a_worker_killed_in_decode_fails_the_stream(start: Start, alive: Callabl
 
 
 def test_a_hanging_worker_fails_the_stream_after_step_timeout(start: Start) -> None:
-    server = start("--executor-option", "step_timeout=3")
+    server = start(*SLOW, "--executor-option", "step_timeout=3")
     with stream(server) as lines:
         os.kill(server.worker_pids()[0], signal.SIGSTOP)
         start_time = time.monotonic()
@@ -201,7 +204,7 @@ def test_a_failing_nccl_operation_fails_the_request(start: Start) -> None:
 def test_a_killed_front_end_is_replaced_and_a_killed_engine_reported(
     start: Start, alive: Callable[[int], bool]
 ) -> None:
-    server = start()
+    server = start(*SLOW)
     engine, (worker,), (front,) = server.engine_pid(), server.worker_pids(), server.front_end_pids()
     with stream(server) as lines:
         os.kill(front, signal.SIGKILL)

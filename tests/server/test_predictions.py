@@ -24,6 +24,7 @@ def server(start_server: Callable[[Sequence[str]], Any]) -> Iterator[Any]:
     flags = ["--model", str(DEMO), "--port", "0", "--kv-memory", "16MiB", "--threads", "1", "--max-len", str(MAX_LEN)]
     # N-grams of 16 tokens seldom repeat in texts as short as these, so that most proposals are of predictions.
     flags += ["--speculator", "ngram", "--speculator-option", "min_n=16", "--speculator-option", "max_n=16"]
+    flags += ["--set", "server.health_interval=0"]  # an idle engine computes no steps, which the tests count
     running = start_server([*ENGINE, "serve", *flags, "--draft-length", "fixed"])
     assert running.url, running.errors
     yield running

@@ -20,24 +20,33 @@ ENGINE = (sys.executable, "-P", "-c", "from engine.cli.main import main; main()"
 COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
 
 
-def by_replica(server: Any, name: str, replicas: int = 2) -> list[float]:
+def by_replica(server: Any, name: str, get: Callable[..., httpx.Response] = httpx.get) -> list[float]:
     """The values of a metric for the replicas."""
-    metrics = server.metrics()
-    return [metrics[f'engine_{name}{{replica="{replica}"}}'] for replica in range(replicas)]
+    metrics = server.metrics(get)
+    return [metrics[f'engine_{name}{{replica="{replica}"}}'] for replica in range(2)]
 
 
 def complete_many(
-    server: Any, count: int, during: Callable[[], None] = lambda: None, each: int = 1, **body: Any
+    server: Any, count: int, during: Callable[[list[float]], None], each: int = 1, **body: Any
 ) -> list[httpx.Response]:
-    """Send `count` concurrent completions of `each` engine requests; `during`: called when all of them are running."""
+    """Send `count` concurrent completions of `each` engine requests.
+
+    during: called when all of them are running, with their number on each replica.
+    """
 
     async def all_of_them() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
             tasks = [asyncio.create_task(client.post("/v1/completions", json=COMPLETION | body)) for _ in range(count)]
 
             def wait_until_running() -> None:
-                server.until(lambda: sum(by_replica(server, "num_requests_running")) >= count * each)
-                during()
+                running: list[float] = []
+
+                def all_run() -> bool:
+                    running[:] = by_replica(server, "num_requests_running")
+                    return sum(running) >= count * each
+
+                server.until(all_run)
+                during(running)
 
             await asyncio.to_thread(wait_until_running)
             return await asyncio.gather(*tasks)
@@ -49,8 +58,8 @@ def test_load_spreads_over_replicas_from_all_front_ends(serve_fake: Serve, gate:
     with serve_fake(replicas=2, api_workers=2, options=gate.options) as server:
         spread: list[float] = []
 
-        def during() -> None:
-            spread.extend(by_replica(server, "num_requests_running"))
+        def during(running: list[float]) -> None:
+            spread.extend(running)
             gate.open()
 
         answers = complete_many(server, 8, during)
@@ -69,8 +78,8 @@ def test_choices_of_a_prompt_and_requests_of_a_key_stay_together_and_prompts_spr
     with serve_fake(replicas=2, options=gate.options) as server:
         spread: list[float] = []
 
-        def during() -> None:
-            spread.extend(by_replica(server, "num_requests_running"))
+        def during(running: list[float]) -> None:
+            spread.extend(running)
             gate.open()
 
         (answer,) = complete_many(server, 1, during, each=4, n=4, max_tokens=50)
@@ -97,9 +106,11 @@ def test_requests_fail_only_on_killed_replicas(serve_fake: Serve, gate: Any) -> 
     with serve_fake(replicas=2, api_workers=2, replica_restarts=0, options=gate.options) as server:
         first, second = server.engine_pids()
 
-        def kill() -> None:
+        def kill(_: list[float]) -> None:
             os.kill(second, signal.SIGKILL)
-            server.until(lambda: by_replica(server, "up") == [1, 0])
+            with server.client_per_front_end() as clients:
+                for client in clients:
+                    server.until(lambda client=client: by_replica(server, "up", get=client.get) == [1, 0])
             gate.open()
 
         answers = complete_many(server, 8, kill)
@@ -109,7 +120,6 @@ def test_requests_fail_only_on_killed_replicas(serve_fake: Serve, gate: Any) -> 
         (message,) = {answer.json()["error"]["message"] for answer in answers if answer.status_code == 503}
         assert "replica 1 of the engine failed: its process was killed by SIGKILL" in message
         assert "try again" in message
-        assert by_replica(server, "up") == [1, 0]
         answers = [httpx.post(f"{server.url}/v1/completions", json=COMPLETION, timeout=30) for _ in range(4)]
         assert [answer.status_code for answer in answers] == [200] * 4
         health = httpx.get(f"{server.url}/health", params={"deep": 1}, timeout=30)
@@ -117,25 +127,26 @@ def test_requests_fail_only_on_killed_replicas(serve_fake: Serve, gate: Any) -> 
         assert [each["status"] for each in health.json()["replicas"]] == ["ok", "failed"]
         os.kill(server.front_end_pids()[0], signal.SIGKILL)  # its successor must learn of the dead replica too
         server.until(lambda: len(server.front_end_pids()) == 2)
-        with httpx.Client(timeout=30) as one, httpx.Client() as other:
-            for client in (one, other):
-                server.until(lambda client=client: health_status(client, server) == (200, "degraded"))
-                assert client.post(f"{server.url}/v1/completions", json=COMPLETION).status_code == 200
-        os.kill(first, signal.SIGKILL)
-        server.until(lambda: httpx.get(f"{server.url}/health", timeout=30).status_code == 503)
-        body = httpx.get(f"{server.url}/health", timeout=30).json()
-        assert (body["level"], [each["status"] for each in body["replicas"]]) == ("process", ["failed"] * 2)
-        refused = httpx.post(f"{server.url}/v1/completions", json=COMPLETION, timeout=30)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_failed")
-        assert "restart the server" in refused.json()["error"]["message"]
+        with server.client_per_front_end() as clients:
+            for client in clients:
+                server.until(lambda client=client: client.get("/health").json()["status"] == "degraded")
+                assert client.post("/v1/completions", json=COMPLETION).status_code == 200
+            os.kill(first, signal.SIGKILL)
+            for client in clients:
+                server.until(lambda client=client: client.get("/health").status_code == 503)
+                body = client.get("/health").json()
+                assert (body["level"], [each["status"] for each in body["replicas"]]) == ("process", ["failed"] * 2)
+                refused = client.post("/v1/completions", json=COMPLETION)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_failed")
+                assert "restart the server" in refused.json()["error"]["message"]
         assert server.stop() == 1
 
 
 def test_a_killed_replica_ends_the_whole_request_with_several_prompts(serve_fake: Serve, gate: Any) -> None:
     with serve_fake(replicas=2, options=gate.options) as server:
 
-        def kill() -> None:
-            assert by_replica(server, "num_requests_running") == [3, 3]
+        def kill(running: list[float]) -> None:
+            assert running == [3, 3]
             os.kill(server.engine_pids()[0], signal.SIGKILL)
 
         prompts = [f"prompt {index}" for index in range(6)]
@@ -145,15 +156,6 @@ def test_a_killed_replica_ends_the_whole_request_with_several_prompts(serve_fake
         metrics = server.metrics()
         assert metrics['engine_requests_finished_total{finish_reason="error"}'] == 6
         assert by_replica(server, "generation_tokens_total")[1] == 3  # and no more: the others are aborted
-
-
-def health_status(client: httpx.Client, server: Any) -> tuple[int, str]:
-    """HTTP status and `status` of /health."""
-    try:
-        answer = client.get(f"{server.url}/health")
-    except httpx.HTTPError:
-        return 0, ""
-    return answer.status_code, answer.json()["status"]
 
 
 def test_a_stuck_replica_gets_no_new_requests(serve_fake: Serve) -> None:

@@ -59,6 +59,7 @@ def test_modules_that_every_start_compiles_are_named(tmp_path: Path, monkeypatch
     (package / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
     hint = bytecode_hint("seldom")
     assert hint is not None
     assert f"{package / '__pycache__'} cannot be written; compile them once" in hint

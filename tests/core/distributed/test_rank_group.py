@@ -325,11 +325,11 @@ def test_ranks_meet_at_the_address_of_a_meeting_point() -> None:
 def test_meeting_point_errors_if_the_address_is_foreign_or_unreachable() -> None:
     with pytest.raises(ExecutorError, match=r"cannot meet at 203\.0\.113\.1, which is not an address of this host: "):
         MeetingPoint("203.0.113.1")
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        free = listening.getsockname()[1]
-    alone = Rendezvous(rank=1, ranks=2, place=f"tcp://127.0.0.1:{free}", timeout=0.3)
-    with pytest.raises(ExecutorError, match=r"rank 1 of 2: joining the others failed: "):
-        join(alone, CPU)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # no one else can take its port, and no one listens there
+        place = "tcp://{}:{}".format(*silent.getsockname())
+        with pytest.raises(ExecutorError, match=r"rank 1 of 2: joining the others failed: "):
+            join(Rendezvous(rank=1, ranks=2, place=place, timeout=0.3), CPU)
 
 
 def test_errors_name_rank_and_operation(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,8 +22,11 @@ def servers() -> Iterator[Hub]:
 
 
 @pytest.fixture
-def hub(servers: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    """The local hub, empty, as the one that huggingface_hub asks in this process, with an empty cache and no token."""
+def hub(servers: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The local hub, empty, as the one that huggingface_hub asks in this process, with an empty cache and no token.
+
+    Waits at the end for the threads that download, which outlive a failed download and ask the next test's hub.
+    """
     servers.reset()
     monkeypatch.setattr(constants, "ENDPOINT", servers.url)  # huggingface_hub reads the environment when it is imported
     monkeypatch.setattr(
@@ -34,4 +38,8 @@ def hub(servers: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(download, "PAUSE", 0.0)
-    return servers
+    yield servers
+    for thread in threading.enumerate():
+        if thread.name == "download":
+            thread.join(30)
+            assert not thread.is_alive()

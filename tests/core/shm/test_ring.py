@@ -510,8 +510,8 @@ def test_another_process_can_interrupt(make: Callable[..., Ring]) -> None:
 
 def test_a_signal_is_handled_in_a_wait(make: Callable[..., Ring]) -> None:
     child = start(
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\nr = ring.reader(0)\nprint('waits', flush=True)\n"
-        "try: r.receive()\nexcept KeyboardInterrupt: print('interrupted')",
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\nr = ring.reader(0)\n"
+        "try:\n    print('waits', flush=True)\n    r.receive()\nexcept KeyboardInterrupt: print('interrupted')",
         make(),
     )
     assert line(child) == "waits"

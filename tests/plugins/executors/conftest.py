@@ -105,7 +105,7 @@ def children() -> list[int]:
     """Process ids of this process's fake workers in the order of their start, including dead ones not yet reaped."""
     found = []
     for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(FileNotFoundError):  # a thread or a process may end meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread or a process may end meanwhile
             for child in Path(f"/proc/self/task/{task}/children").read_text().split():
                 command = Path(f"/proc/{child}/cmdline").read_text()
                 if "fake_worker" in command or not command:

@@ -312,7 +312,12 @@ def test_hung_step_fails_with_the_stack_of_the_late_rank(
     assert caplog.text.count("has not finished step 2") == 2
 
 
-def test_start_fails_when_the_cluster_has_no_room(make_executor: Make) -> None:
+def test_start_fails_when_the_cluster_has_no_room(make_executor: Make, address: str, until: Make) -> None:
+    ray.init(address=address, logging_level=logging.WARNING)
+    try:  # the CPUs of an actor that has ended are free a moment later
+        until(lambda: ray.available_resources().get("CPU") == 2, 60)
+    finally:
+        ray.shutdown()
     message = (
         r"^Ray could not place 3 ranks of 1 CPU each within 1 s \(option placement_timeout\); the cluster has "
         r"1 CPU on [\d.]+, 1 CPU on [\d.]+, of which 2 CPU are free; "
@@ -363,10 +368,11 @@ def test_start_fails_on_a_node_with_another_version(make_executor: Make, monkeyp
 
 
 def test_start_fails_at_an_address_without_a_cluster(make_executor: Make) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        free = "{}:{}".format(*listening.getsockname())
-    with pytest.raises(ExecutorError, match=rf"^Ray cannot be joined at {free}: .*refused; see the option address"):
-        make_executor(options={"address": free}).start()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # no one else can take its port, and no one listens there
+        free = "{}:{}".format(*silent.getsockname())
+        with pytest.raises(ExecutorError, match=rf"^Ray cannot be joined at {free}: .*refused; see the option address"):
+            make_executor(options={"address": free}).start()
 
 
 def test_each_replica_of_a_server_is_placed_separately(engine_checkpoint: Path, address: str, until: Make) -> None:

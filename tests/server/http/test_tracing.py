@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import time
@@ -257,9 +258,11 @@ def test_the_collector_gets_keys_and_the_service_but_no_content(traced: Traced) 
 
 
 def test_a_collector_that_is_down_affects_neither_answers_nor_the_end(serve_fake: Serve) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}/there"
-    with serve_fake(otlp_endpoint=url) as server, server.client() as http:
+    with socket.socket() as silent, contextlib.ExitStack() as stack:
+        silent.bind(("127.0.0.1", 0))  # no one else can take its port, and no one listens there
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/there"
+        server = stack.enter_context(serve_fake(otlp_endpoint=url))
+        http = stack.enter_context(server.client())
         answered = http.post("/v1/completions", json=COMPLETION)
         assert answered.status_code == 200
         assert answered.headers["traceparent"].endswith("-01")
