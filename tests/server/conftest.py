@@ -158,9 +158,10 @@ class RunningServer:
         sockets = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(port)}
         held = dict.fromkeys(self.front_end_pids(), 0)
         for pid in held:
-            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(FileNotFoundError):  # closed since
-                    held[pid] += str(descriptor.readlink()) in sockets
+            with contextlib.suppress(OSError):  # it has ended since
+                for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                    with contextlib.suppress(FileNotFoundError):  # closed since
+                        held[pid] += os.readlink(f"/proc/{pid}/fd/{descriptor}") in sockets
         return held
 
     @contextlib.contextmanager
