@@ -282,7 +282,8 @@ def decode_candidates(itemsize: int) -> list[Any]:
 def prefill_candidates() -> list[Any]:
     from engine.ops.attention.paged_prefill import PERSISTENT, PrefillConfig
 
-    persistent = [attrs.evolve(PERSISTENT, block_n=n, num_stages=stages) for n, stages in ((128, 2), (128, 3), (64, 4))]
+    halved = attrs.evolve(PERSISTENT, block_n=64, num_stages=4)
+    persistent = [PERSISTENT, halved, attrs.evolve(halved, across_tiles=True)]
     sizes = [(128, 64, 8), (128, 128, 8), (128, 64, 4), (128, 32, 4), (64, 64, 4), (64, 128, 4), (64, 32, 4)]
     return persistent + [
         PrefillConfig(block_m=m, block_n=n, num_warps=warps, num_stages=stages)

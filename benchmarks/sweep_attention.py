@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,13 @@ from tuned_attention import tuned_decode, tuned_prefill
 from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool
 from engine.core.plugin_host import load_plugins
 from engine.ops.attention.paged_decode_config import DecodeConfig, decode_configs
-from engine.ops.attention.paged_prefill import PrefillConfig, can_persist, persistent_config, prefill_config
+from engine.ops.attention.paged_prefill import (
+    PrefillConfig,
+    PrefillWork,
+    can_persist,
+    persistent_config,
+    prefill_config,
+)
 
 BLOCK_SIZE = 16
 COLD_BYTES = 160e6
@@ -99,10 +106,12 @@ class Attention:
             sizes = heads.heads, heads.kv_heads
             configs = decode_configs(heads.head_dim, self.pool.keys[0].itemsize, shared, sizes)
             return list(dict.fromkeys([self.chosen(), *(config for _, config in configs)]))
-        group, longest = heads.heads // heads.kv_heads, max(self.case.lengths)
-        others = [prefill_config(tokens, group, heads.head_dim, 2, shared) for tokens in (longest, 1)]
+        group = heads.heads // heads.kv_heads
+        works = [PrefillWork(longest=tokens, keys=tokens, tiles=1) for tokens in (max(self.case.lengths), 1)]
+        others = [prefill_config(work, group, heads.head_dim, 2, shared) for work in works]
         if can_persist(self.pool.keys[0], self.q.dtype, group):
-            others.append(persistent_config(heads.head_dim))
+            works = [PrefillWork(longest=1, keys=keys, tiles=1) for keys in (math.inf, 1)]
+            others += [persistent_config(heads.head_dim, work) for work in works]
         return list(dict.fromkeys([self.chosen(), *others]))
 
     def calls_by(self, config: Config) -> Sequence[Call]:

@@ -18,9 +18,11 @@ from engine.core.weights import DummySource, load_weights
 from engine.ops.common.launch import num_sms, shared_memory
 from engine.ops.gemm.weight_only_tiles import (
     FINE_TILE,
+    FINEST_TILE,
     LARGE_TILE,
     PREFETCHED_BLOCKS,
     PROGRAMS_PER_SM,
+    PROGRAMS_PER_SM_OF_FINEST_TILE,
     PROGRAMS_PER_SM_OF_SMALL_WEIGHTS,
     SMALL_TILE,
     UNMEASURED_MAX_ROWS,
@@ -43,6 +45,13 @@ METHODS: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
 COLD_BYTES = 160e6
 """Bytes of weights that are read before any are read again: three L2 caches of an H200."""
 MAX_COPIES = 128
+W8_FINE_TILES = (
+    (FINE_TILE, PROGRAMS_PER_SM),
+    (FINE_TILE, PROGRAMS_PER_SM + 1),
+    (FINEST_TILE, PROGRAMS_PER_SM_OF_FINEST_TILE),
+)
+GROUPED_FINE_TILES = ((FINE_TILE, PROGRAMS_PER_SM_OF_SMALL_WEIGHTS), (FINE_TILE, PROGRAMS_PER_SM))
+"""(tile, maximum programs per multiprocessor) for 2 to UNMEASURED_MAX_ROWS rows, of W8 and of grouped layouts."""
 VECTORS = ((2, 1), (2, 2), (4, 1), (4, 2))
 """(rows of W, warps) of the weight-only vector tiles."""
 
@@ -141,11 +150,12 @@ def few_row_tiles(op: WeightOnlyOp, rows: int, device: torch.device) -> list[Til
         fitting = evolve(tile, step=min(tile.step, shape.layout.block))
         if fitting.shared_memory(shape.layout) <= shared:
             found += [fitting, with_splits(fitting, shape, rows, sms)]
-    fitting = evolve(FINE_TILE, step=min(FINE_TILE.step, shape.layout.block))
-    if rows > 1 and fitting.shared_memory(shape.layout) <= shared:
-        for most in (PROGRAMS_PER_SM_OF_SMALL_WEIGHTS, PROGRAMS_PER_SM):
+    is_w8 = shape.layout.scale_layout != "groups"
+    for fine, most in W8_FINE_TILES if is_w8 else GROUPED_FINE_TILES:
+        fitting = evolve(fine, step=min(fine.step, shape.layout.block))
+        if rows > 1 and fitting.shared_memory(shape.layout) <= shared:
             split = with_even_splits(fitting, shape, rows, most * sms)
-            found += [split, evolve(split, ahead=PREFETCHED_BLOCKS[shape.layout.bits])]
+            found += [split] if is_w8 else [split, evolve(split, ahead=PREFETCHED_BLOCKS[shape.layout.bits])]
     return list(dict.fromkeys(found))
 
 

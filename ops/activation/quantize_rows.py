@@ -32,6 +32,9 @@ HALF = tl.constexpr(BLOCK // 2)
 """Half a block. A W8Layout stores inputs i and i + HALF of a block next to each other."""
 ROW_MULTIPLE = 4
 """Scales of blocks have room for a multiple of this many rows, as cuBLAS needs."""
+VALUE_ROW_MULTIPLE = 64
+"""Values have room for a multiple of this many rows, all that a tile of the W8A8 GEMM reads: loading rows that do not
+exist by TMA takes longer than loading rows."""
 
 
 @frozen(kw_only=True)
@@ -223,7 +226,8 @@ def quantize_rows(
     """Quantize activations: x [rows, inputs], contiguous -> values of `dtype` and scales, float32.
 
     Values are [rows, inputs padded with zeros to a multiple of 128], in the order of a W8Layout. Scales are [rows], or
-    with scaling.per_block [blocks, rows rounded up to ROW_MULTIPLE]; the memory of the values then has as many rows.
+    with scaling.per_block [blocks, rows rounded up to ROW_MULTIPLE]. The memory of the values has room for rows rounded
+    up to VALUE_ROW_MULTIPLE.
     scale: [1] float32, the static scale of all rows; values beyond the dtype's range are clamped. None: the largest
     magnitude of a row or block maps to the dtype's largest value. A row or block with a NaN or infinity gets a scale of
     NaN, and unspecified values.
@@ -277,9 +281,7 @@ def empty_quantized(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate values and scales for a number of rows, in the shapes that quantize_rows describes."""
     blocks = -(-inputs // BLOCK)
-    if not per_block:
-        quantized = torch.empty((rows, blocks * BLOCK), dtype=dtype, device=device)
-        return quantized, torch.empty((rows,), dtype=torch.float32, device=device)
-    padded = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    padded = -(-rows // VALUE_ROW_MULTIPLE) * VALUE_ROW_MULTIPLE
     quantized = torch.empty((padded, blocks * BLOCK), dtype=dtype, device=device)[:rows]
-    return quantized, torch.empty((blocks, padded), dtype=torch.float32, device=device)
+    size = (blocks, -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE) if per_block else (rows,)
+    return quantized, torch.empty(size, dtype=torch.float32, device=device)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from attrs import evolve, frozen
 
-from engine.ops.attention import persistent_prefill
+from engine.ops.attention import persistent_prefill, persistent_steps
 from engine.ops.attention.common import add_sinks, as_type, capped, score_factor
 from engine.ops.common.launch import dependent_launch, has_wgmma, release, wait
 
@@ -34,6 +34,8 @@ class PrefillConfig:
     """Blocks of keys and values in flight or in use."""
     persistent: bool = False
     """Whether the kernel of persistent_prefill runs."""
+    across_tiles: bool = False
+    """Whether, instead of that, the persistent kernel of persistent_short runs."""
 
     def tokens(self, group: int) -> int:
         """New tokens per tile, with `group` query heads per KV head."""
@@ -45,6 +47,12 @@ PERSISTENT = PrefillConfig(block_m=128, block_n=128, num_warps=4, num_stages=2, 
 PERSISTENT_NARROW = evolve(PERSISTENT, num_stages=4)
 """For heads of up to NARROW_HEAD_DIM, whose blocks are small enough for four stages."""
 NARROW_HEAD_DIM = 64
+SHORT_KEYS = 200
+"""Maximum mean number of keys per new token for which the kernel of persistent_short is chosen."""
+SHORT_KEYS_OF_MANY = 400
+"""The same where programs have at least MANY_TILES tiles each: more steps per tile cost time where the longest tile
+determines the time."""
+MANY_TILES = 2.5
 
 
 def can_persist(keys: torch.Tensor, dtype: torch.dtype, group: int) -> bool:
@@ -58,18 +66,52 @@ def can_persist(keys: torch.Tensor, dtype: torch.dtype, group: int) -> bool:
         and keys.dtype == dtype
         and dtype.itemsize == 2
         and head_dim in persistent_prefill.HEAD_DIMS
-        and block_size % persistent_prefill.RUN == 0
+        and block_size % persistent_steps.RUN == 0
         and group <= PERSISTENT.block_m
     )
 
 
-def persistent_config(head_dim: int) -> PrefillConfig:
-    """Launch parameters of the persistent kernel."""
-    return PERSISTENT_NARROW if head_dim <= NARROW_HEAD_DIM else PERSISTENT
+@frozen(kw_only=True)
+class PrefillWork:
+    """The size of a prefill, by which launch parameters are chosen."""
+
+    longest: int
+    """Maximum number of new tokens per sequence."""
+    keys: float
+    """Mean number of keys that a new token sees without a window."""
+    tiles: float
+    """Tiles of PERSISTENT.block_m rows per multiprocessor, over all KV heads."""
+
+    @classmethod
+    def of(
+        cls,
+        query_lens: npt.NDArray[np.int32],
+        context_lens: npt.NDArray[np.int32],
+        *,
+        group: int,
+        kv_heads: int,
+        programs: int,
+    ) -> PrefillWork:
+        """The work of sequences, of which each has new tokens. programs: number of multiprocessors."""
+        queries = query_lens.astype(np.int64)
+        tiles = int((-(-queries * group // PERSISTENT.block_m)).sum()) * kv_heads
+        return cls(
+            longest=int(queries.max()),
+            keys=float((queries * (2 * context_lens - queries + 1)).sum() / (2 * queries.sum())),
+            tiles=tiles / programs,
+        )
+
+
+def persistent_config(head_dim: int, work: PrefillWork) -> PrefillConfig:
+    """Launch parameters of the persistent kernels."""
+    config = PERSISTENT_NARROW if head_dim <= NARROW_HEAD_DIM else PERSISTENT
+    if work.keys > (SHORT_KEYS_OF_MANY if work.tiles >= MANY_TILES else SHORT_KEYS):
+        return config
+    return evolve(config, block_n=config.block_n // 2, num_stages=2 * config.num_stages, across_tiles=True)
 
 
 def prefill_config(
-    longest: int,
+    work: PrefillWork,
     group: int,
     head_dim: int,
     itemsize: int,
@@ -79,22 +121,20 @@ def prefill_config(
 ) -> PrefillConfig:
     """Choose the launch parameters.
 
-    longest: maximum number of new tokens per sequence; group: query heads per KV head; itemsize: bytes per number;
-    shared_memory: bytes per multiprocessor; persistent: the result of `can_persist`.
+    group: query heads per KV head; itemsize: bytes per number; shared_memory: bytes per multiprocessor; persistent: the
+    result of `can_persist`.
 
     128 rows with 8 warps are two warp groups of Hopper's matrix instruction. Few new tokens, and float32, which runs
     without tensor cores, take smaller tiles. The first candidate whose queries, keys and values fit into shared memory
-    is chosen. The persistent kernel serves all but few new tokens. For short prompts and a head_dim of 64, tiles of 64
-    rows of the other kernel are about as fast: on an H100, 26.0 us for 7 of up to 512 tokens (32/8 heads; 24.7 by the
-    persistent kernel), 62.2 for 6 of up to 1024 (53.8), but 19.4 for 3 of up to 382 of 66/66 heads (20.3).
+    is chosen. The persistent kernels serve all but few new tokens.
     """
     wanted = [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)]
     if itemsize == 4:
         wanted = [(32, 32, 4, 2)]
-    elif longest * group <= 64:
+    elif work.longest * group <= 64:
         wanted = wanted[2:]
     elif persistent:
-        return persistent_config(head_dim)
+        return persistent_config(head_dim, work)
     row_bytes = triton.next_power_of_2(head_dim) * itemsize
     min_m = max(16, triton.next_power_of_2(group))
     configs = [PrefillConfig(block_m=max(m, min_m), block_n=n, num_warps=w, num_stages=s) for m, n, w, s in wanted]

@@ -7,7 +7,8 @@ work for one, the other computes exponentials (Shah et al. 2024, "FlashAttention
 
 A tile with n blocks of keys has n + 1 steps. Step s multiplies the queries with the keys of block s, and the softmax
 of step s - 1 with the values of block s - 1; a stage holds just these keys and values. Copying takes issue slots from
-multiplying, so eight keys share one block table lookup and one address.
+multiplying, so eight keys share one block table lookup and one address. For short prompts persistent_short has another
+kernel.
 """
 
 from __future__ import annotations
@@ -19,85 +20,33 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from engine.ops.attention.common import capped, score_factor
+from engine.ops.attention.persistent_short import short_prefill_kernel
 from engine.ops.attention.persistent_steps import (
+    RUN,
+    copy_block,
+    copy_queries,
     count_turns,
     find_first_key,
     item_of_turn,
     key_ranges,
-    masked,
-    row_maxima,
+    soften,
     store_rows,
     thread_sums,
     tile_of_item,
+    wait_for_stage,
 )
-from engine.ops.common import gluon_copies
 from engine.ops.common.launch import dependent_launch, num_sms, release, wait
 
 if TYPE_CHECKING:
     from engine.ops.attention.paged_prefill import PrefillConfig
 
 HEAD_DIMS = (64, 128)
-RUN = 8
-"""Keys that are contiguous in the cache; block_size is a multiple."""
 _RUN = gl.constexpr(RUN)
-_COPIED_ROWS = gl.constexpr(32)  # rows of queries per copy, so that addresses fit into registers
-
-
-@gluon.jit
-def _copy_queries(q, q_stride, halves, row, tokens, head, GROUP_SIZE: gl.constexpr):
-    """Copy a tile's queries into `halves`, [2, BLOCK_M // 2, HEAD_DIM]; zeros beyond the tile's tokens."""
-    HALF_M: gl.constexpr = halves.shape[1]
-    HEAD_DIM: gl.constexpr = halves.shape[2]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [gl.num_warps(), 1], [1, 0])
-    columns = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout)), 0)
-    for half in range(2):  # not unrolled, or divisions of all rows would be kept in registers, which are few
-        part = halves.index(half)
-        for begin in gl.static_range(0, HALF_M, _COPIED_ROWS):
-            rows = half * HALF_M + begin + gl.arange(0, _COPIED_ROWS, gl.SliceLayout(1, layout))
-            offs = (row + rows // GROUP_SIZE).to(gl.int64) * q_stride
-            offs += (head * GROUP_SIZE + rows % GROUP_SIZE) * HEAD_DIM
-            gluon_copies.load(
-                part.slice(begin, _COPIED_ROWS),
-                q + gl.expand_dims(offs, 1) + columns,
-                mask=gl.expand_dims(rows < tokens * GROUP_SIZE, 1),
-            )
-
-
-@gluon.jit
-def _copy_block(
-    cache, at, positions, start_n, first_key, end, whole, head, stage,
-    KV_HEADS: gl.constexpr, WINDOWED: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Copy the block of keys or values from position `start_n` on into `stage`, [BLOCK_N, HEAD_DIM].
-
-    Zeros before `first_key` and, unless `whole`, from position `end` on: the cache may hold NaN there, which a weight
-    of 0 does not cancel. at, positions: offset in the cache, and position, of each run's first token.
-    """
-    BLOCK_N: gl.constexpr = stage.shape[0]
-    HEAD_DIM: gl.constexpr = stage.shape[1]
-    runs = stage.reshape((BLOCK_N // _RUN, _RUN, HEAD_DIM))
-    rows = gl.expand_dims(gl.arange(0, _RUN, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
-    columns = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    columns = gl.expand_dims(gl.expand_dims(columns, 0), 1)
-    pointers = cache + gl.expand_dims(gl.expand_dims(at, 1), 2) + (head * HEAD_DIM + columns)
-    pointers += gl.expand_dims(rows, 2) * (KV_HEADS * HEAD_DIM)
-    if WINDOWED:
-        whole = whole & (start_n >= first_key)
-    if whole:
-        gluon_copies.load(runs, pointers)
-    else:
-        places = gl.expand_dims(positions, 1) + rows
-        inside = places < end
-        if WINDOWED:
-            inside = inside & (places >= first_key)
-        gluon_copies.load(runs, pointers, mask=gl.expand_dims(inside, 2))
 
 
 @gluon.jit
@@ -129,7 +78,7 @@ def _copy(
         positions = begin + runs
         block_ids = gl.load(table + positions // BLOCK_SIZE, mask=positions < end, other=0)
         mbarrier.wait(q_free.index(0), (turn & 1) ^ 1)
-        _copy_queries(q, q_stride, q_halves, row, tokens, head, GROUP_SIZE)
+        copy_queries(q, q_stride, q_halves, 0, row, tokens, head, GROUP_SIZE)
         async_copy.mbarrier_arrive(q_filled.index(0), increment_count=False)
         at = (block_ids.to(gl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
         at_before = gl.zeros_like(at)  # a separate value, or the loop would not carry it
@@ -140,13 +89,13 @@ def _copy(
             mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
             if start_n > begin:
                 part = v_stages.index(stage)
-                _copy_block(
+                copy_block(
                     values, at_before, positions - BLOCK_N, start_n - BLOCK_N, first_key, end, start_n <= end, head,
                     part, KV_HEADS, WINDOWED, layout,
                 )  # fmt: skip
             if start_n < end:
                 part = k_stages.index(stage)
-                _copy_block(
+                copy_block(
                     keys, at, positions, start_n, first_key, end, start_n + BLOCK_N <= end, head,
                     part, KV_HEADS, WINDOWED, layout,
                 )  # fmt: skip
@@ -160,58 +109,26 @@ def _copy(
 
 
 @gluon.jit
-def _soften(
-    qk, acc, m_i, l_i, q_positions, start_n, scale, softcap, window,
-    WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """Online softmax of the scores of the block from `start_n` on; without MASKED every row sees the whole block.
-
-    l_i: sums by thread, [rows, 4]. Returns p, the rescaled acc, and the new m_i and l_i.
-    """
-    factor = score_factor(scale, SOFTCAP)
-    if SOFTCAP:
-        qk = capped(qk * scale, softcap)
-    if MASKED:
-        qk = masked(qk, q_positions, start_n, window, WINDOWED)
-    m_new = gl.maximum(m_i, row_maxima(qk) * factor)
-    # Before p, so that the products are computed while p waits for the unit of exponentials.
-    alpha = gl.exp2(m_i - m_new)
-    acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout)), 1)
-    l_i = l_i * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout)), 1)
-    p = gl.exp2(qk * factor - gl.expand_dims(m_new, 1))
-    return p, acc, m_new, l_i + thread_sums(p)
-
-
-@gluon.jit
-def _wait_for_stage(shared, step):
-    """Wait for the keys and values of a step."""
-    _, k_stages, _, _, _, filled, _ = shared
-    STAGES: gl.constexpr = k_stages.shape[0]
-    mbarrier.wait(filled.index(step % STAGES), step // STAGES & 1)
-    fence_async_shared()  # what threads copied, which wgmma reads; TMA would need none
-
-
-@gluon.jit
 def _advance(
     q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window,
     WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Compute a step that is not the last; qk: scores of the previous step, of the block from `start_n` on."""
-    _, k_stages, v_stages, _, _, _, free = shared
+    _, k_stages, v_stages, _, _, filled, free = shared
     STAGES: gl.constexpr = k_stages.shape[0]
     WAITS_EARLY: gl.constexpr = STAGES > 2  # with two stages, a copy takes about as long as the softmax
     stage = step % STAGES
     qk_layout: gl.constexpr = qk.type.layout
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     if WAITS_EARLY:
-        _wait_for_stage(shared, step)
-    p, acc, m_i, l_i = _soften(
-        qk, acc, m_i, l_i, q_positions, start_n, scale, softcap, window, WINDOWED, SOFTCAP, MASKED
+        wait_for_stage(filled, step)
+    p, acc, m_i, l_i = soften(
+        qk, acc, m_i, l_i, q_positions, start_n, scale, softcap, window, MASKED, WINDOWED, SOFTCAP
     )
     left = gl.convert_layout(p.to(q.dtype), operand)
     zeros = gl.zeros(qk.shape, gl.float32, qk_layout)
     if not WAITS_EARLY:
-        _wait_for_stage(shared, step)
+        wait_for_stage(filled, step)
     acc = warpgroup_mma(left, v_stages.index(stage), acc, is_async=True)
     qk = warpgroup_mma(q, k_stages.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     acc, qk = warpgroup_mma_wait(0, deps=[acc, qk])
@@ -226,7 +143,7 @@ def _attend(
 ):  # fmt: skip
     """The warps that multiply; HALF: 0 for the first half of a tile's rows, 1 for the second."""
     out, tiles, sinks, out_stride, scale, softcap, window, value_scale, items = arguments
-    q_halves, k_stages, v_stages, q_filled, q_free, _, free = shared
+    q_halves, k_stages, v_stages, q_filled, q_free, filled, free = shared
     BLOCK_N: gl.constexpr = k_stages.shape[1]
     STAGES: gl.constexpr = k_stages.shape[0]
     HEAD_DIM: gl.constexpr = k_stages.shape[2]
@@ -252,7 +169,7 @@ def _attend(
         acc = gl.zeros([HALF_M, HEAD_DIM], gl.float32, acc_layout)
 
         mbarrier.wait(q_filled.index(0), turn & 1)
-        _wait_for_stage(shared, step)
+        wait_for_stage(filled, step)
         stage = step % STAGES
         qk = warpgroup_mma(q, k_stages.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         # Loaded here, so that the product hides the latency.
@@ -274,15 +191,13 @@ def _attend(
             )  # fmt: skip
             step += 1
         mbarrier.arrive(q_free.index(0), count=1)
-        p, acc, m_i, l_i = _soften(
-            qk, acc, m_i, l_i, q_positions, last, scale, softcap, window, WINDOWED, SOFTCAP, True
-        )
+        p, acc, m_i, l_i = soften(qk, acc, m_i, l_i, q_positions, last, scale, softcap, window, True, WINDOWED, SOFTCAP)
         l_i = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, qk_layout))
         if SINKS:
             sink = gl.load(sinks + head * GROUP_SIZE + rows % GROUP_SIZE)
             l_i += gl.exp2(sink * 1.4426950408889634 - m_i)
         left = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, acc_layout, 2))
-        _wait_for_stage(shared, step)
+        wait_for_stage(filled, step)
         stage = step % STAGES
         acc = warpgroup_mma(left, v_stages.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -350,7 +265,8 @@ def launch(
     """Launch the kernel with the arguments of paged_prefill, where `can_persist` says what is supported."""
     block_size, num_kv_heads, head_dim = keys.shape[1:]
     items = len(tiles) * num_kv_heads
-    _prefill_kernel[(min(items, num_sms(q.device)),)](
+    kernel = short_prefill_kernel if config.across_tiles else _prefill_kernel
+    kernel[(min(items, num_sms(q.device)),)](
         *(q, keys, values, tables, tiles, out, out if sinks is None else sinks),
         *(q.stride(0), out.stride(0), tables.stride(0)),
         *(scale, softcap or 0.0, window or 0, value_scale, items),

@@ -1,9 +1,18 @@
-"""Parts of both persistent prefill kernels: work items, ranges of keys, masks and reductions of scores, results."""
+"""Parts of the persistent prefill kernels: work items, copies, ranges of keys, masks, softmax, results."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from engine.ops.attention.common import capped, score_factor
+from engine.ops.common import gluon_copies
+
+RUN = 8
+"""Keys that are contiguous in the cache; block_size is a multiple."""
+_RUN = gl.constexpr(RUN)
+_COPIED_ROWS = gl.constexpr(32)  # rows of queries per copy, so that addresses fit into registers
 
 
 @gluon.jit
@@ -58,6 +67,59 @@ def key_ranges(begin, end, first_position, BLOCK_N: gl.constexpr, TOKENS: gl.con
 
 
 @gluon.jit
+def copy_queries(q, q_stride, halves, first, row, tokens, head, GROUP_SIZE: gl.constexpr):
+    """Copy a tile's queries into two of `halves`, [..., BLOCK_M // 2, HEAD_DIM], from number `first` on.
+
+    Zeros beyond the tile's tokens.
+    """
+    HALF_M: gl.constexpr = halves.shape[1]
+    HEAD_DIM: gl.constexpr = halves.shape[2]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [gl.num_warps(), 1], [1, 0])
+    columns = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout)), 0)
+    for half in range(2):  # not unrolled, or divisions of all rows would be kept in registers, which are few
+        part = halves.index(first + half)
+        for begin in gl.static_range(0, HALF_M, _COPIED_ROWS):
+            rows = half * HALF_M + begin + gl.arange(0, _COPIED_ROWS, gl.SliceLayout(1, layout))
+            offs = (row + rows // GROUP_SIZE).to(gl.int64) * q_stride
+            offs += (head * GROUP_SIZE + rows % GROUP_SIZE) * HEAD_DIM
+            gluon_copies.load(
+                part.slice(begin, _COPIED_ROWS),
+                q + gl.expand_dims(offs, 1) + columns,
+                mask=gl.expand_dims(rows < tokens * GROUP_SIZE, 1),
+            )
+
+
+@gluon.jit
+def copy_block(
+    cache, at, positions, start_n, first_key, end, whole, head, stage,
+    KV_HEADS: gl.constexpr, WINDOWED: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Copy the block of keys or values from position `start_n` on into `stage`, [BLOCK_N, HEAD_DIM].
+
+    Zeros before `first_key` and, unless `whole`, from position `end` on: the cache may hold NaN there, which a weight
+    of 0 does not cancel. at, positions: offset in the cache, and position, of each run's first token.
+    """
+    BLOCK_N: gl.constexpr = stage.shape[0]
+    HEAD_DIM: gl.constexpr = stage.shape[1]
+    runs = stage.reshape((BLOCK_N // _RUN, _RUN, HEAD_DIM))
+    rows = gl.expand_dims(gl.arange(0, _RUN, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
+    columns = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    columns = gl.expand_dims(gl.expand_dims(columns, 0), 1)
+    pointers = cache + gl.expand_dims(gl.expand_dims(at, 1), 2) + (head * HEAD_DIM + columns)
+    pointers += gl.expand_dims(rows, 2) * (KV_HEADS * HEAD_DIM)
+    if WINDOWED:
+        whole = whole & (start_n >= first_key)
+    if whole:
+        gluon_copies.load(runs, pointers)
+    else:
+        places = gl.expand_dims(positions, 1) + rows
+        inside = places < end
+        if WINDOWED:
+            inside = inside & (places >= first_key)
+        gluon_copies.load(runs, pointers, mask=gl.expand_dims(inside, 2))
+
+
+@gluon.jit
 def split_by_thread(block):
     """A wgmma result of [rows, columns] as [rows, columns / 8, 4, 2]: four threads share a row, two of eight columns
     each."""
@@ -101,6 +163,37 @@ def masked(qk, q_positions, start_n, window, WINDOWED: gl.constexpr):
         visible = visible & (columns > last - window)
     qk = gl.where(visible, split, float("-inf")).reshape(qk.shape)
     return gl.convert_layout(qk, layout, assert_trivial=True)
+
+
+@gluon.jit
+def soften(
+    qk, acc, m_i, l_i, q_positions, start_n, scale, softcap, window, needs_mask,
+    WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Online softmax of the scores of the block from `start_n` on; without a mask every row sees the whole block.
+
+    l_i: sums by thread, [rows, 4]. Returns p, the rescaled acc, and the new m_i and l_i.
+    """
+    factor = score_factor(scale, SOFTCAP)
+    if SOFTCAP:
+        qk = capped(qk * scale, softcap)
+    if needs_mask:
+        qk = masked(qk, q_positions, start_n, window, WINDOWED)
+    m_new = gl.maximum(m_i, row_maxima(qk) * factor)
+    # Before p, so that the products are computed while p waits for the unit of exponentials.
+    alpha = gl.exp2(m_i - m_new)
+    acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout)), 1)
+    l_i = l_i * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout)), 1)
+    p = gl.exp2(qk * factor - gl.expand_dims(m_new, 1))
+    return p, acc, m_new, l_i + thread_sums(p)
+
+
+@gluon.jit
+def wait_for_stage(filled, step):
+    """Wait for the keys and values of a step."""
+    STAGES: gl.constexpr = filled.shape[0]
+    mbarrier.wait(filled.index(step % STAGES), step // STAGES & 1)
+    fence_async_shared()  # what threads copied, which wgmma reads; TMA would need none
 
 
 @gluon.jit

@@ -26,15 +26,15 @@ from engine.ops.common.gluon_tiles import halves
 from engine.ops.common.launch import dependent_launch, num_sms, release, wait
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.ops.gemm.split_k import add_others, is_last
-from engine.ops.gemm.tile_order import place_of_tile, share_of_inputs
+from engine.ops.gemm.tile_order import padded_rows, place_of_tile, share_of_inputs
 
 if TYPE_CHECKING:
     from engine.ops.gemm.scaled_matmul import W8A8Tile
 
 MAX_INT8_WIDTH = gl.constexpr(128)
 """Outputs per wgmma instruction of int8: the compiler supports no wider ones."""
-PIECE = 64
-"""Outputs per TMA store: 128 bytes per row."""
+MAX_PIECE = 64
+"""Outputs per TMA store, at most: 128 bytes per row."""
 ALIGNMENT = 8
 """The number of outputs must be a multiple of this, so that rows of the result start at multiples of 16 bytes."""
 
@@ -66,7 +66,8 @@ def _step(tile, begin_m, begin_n, start, rows, outputs, first, end, BLOCK_K: gl.
 
 @gluon.jit
 def _send(out, pieces, values, begin_m, begin_n, NUMBER: gl.constexpr):
-    """Store PIECE columns of a tile by TMA. Two shared-memory buffers alternate: the other may still be read from."""
+    """Store a piece of a tile, some of its columns, by TMA. Two shared-memory buffers alternate: the other may still be
+    read from. A tile has an even number of pieces, so its first buffer is not the last of the tile before."""
     piece = pieces.index(NUMBER % 2)
     tma.store_wait(1)
     piece.store(values)
@@ -212,13 +213,14 @@ def launch(
 ) -> None:
     """Write to `out`, [rows, outputs], a 16-bit dtype. The rest as in scaled_matmul.matmul, with at least one row.
 
-    compile_only: compile without a launch, as the active triton.AsyncCompileMode says. tile: of 128 or 256 outputs.
+    compile_only: compile without a launch, as the active triton.AsyncCompileMode says. tile: of 32 to 256 outputs.
     """
+    piece = min(tile.outputs // 2, MAX_PIECE)
     layout_8_bit = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    layout_16_bit = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    layout_16_bit = gl.NVMMASharedLayout(swizzle_byte_width=2 * piece, element_bitwidth=16, rank=2)
     arguments = (
-        TensorDescriptor.from_tensor(out, [tile.rows, PIECE], layout_16_bit),
-        TensorDescriptor.from_tensor(x, [tile.rows, tile.block_k], layout_8_bit),
+        TensorDescriptor.from_tensor(out, [tile.rows, piece], layout_16_bit),
+        TensorDescriptor(x, *padded_rows(x, tile.rows), [tile.rows, tile.block_k], layout_8_bit),
         TensorDescriptor.from_tensor(weight, [tile.outputs, tile.block_k], layout_8_bit),
         x_scale,
         scale,

@@ -202,15 +202,25 @@ other sizes."""
 FINE_TILE = WeightOnlyTile(rows=32, columns=UNMEASURED_MAX_ROWS, warps=2, stages=6)
 """For 2 to UNMEASURED_MAX_ROWS rows, unless large tiles keep all multiprocessors busy or 4-bit weights are large: its
 programs are so small that they are distributed evenly."""
+FINEST_TILE = WeightOnlyTile(rows=16, columns=UNMEASURED_MAX_ROWS, warps=1, stages=6, ahead=2)
+"""Replaces FINE_TILE for a W8Layout of at most MAX_FINEST_WEIGHTS."""
+MAX_FINEST_WEIGHTS = 2**24
+"""Bytes of 8-bit weights up to which FINEST_TILE is the fastest."""
+MAX_FINE_WEIGHTS = {False: 2**24, True: 2**25}
+"""Whether a GEMM is gated -> bytes of 4-bit weights up to which FINE_TILE is the fastest."""
 SMALL_WEIGHTS = 2**23
-"""Bytes of weights below which the time is mostly latency. FINE_TILE then prefetches, and is split less."""
+"""Bytes of weights in groups below which the time is mostly latency. FINE_TILE then prefetches, and is split less."""
 PROGRAMS_PER_SM = 3
 PROGRAMS_PER_SM_OF_SMALL_WEIGHTS = 2
 """Programs of FINE_TILE per multiprocessor, at most, if it is split."""
+MIN_FILLED = 0.9
+"""With less than this part of PROGRAMS_PER_SM, FINE_TILE is split once more for a W8Layout."""
+PROGRAMS_PER_SM_OF_FINEST_TILE = 4
+"""Programs of FINEST_TILE per multiprocessor, at most, if it is split."""
 INPUTS_PER_SPLIT = {8: 256, 4: 768}
-"""Bits of a weight -> inputs per split: FINE_TILE has at most one split per this many inputs, or part of them."""
+"""Bits of a weight -> inputs per split: a fine tile has at most one split per this many inputs, or part of them."""
 MAX_UNSPLIT_INPUTS = 1024
-"""Up to this many inputs, FINE_TILE is not split if three of four multiprocessors have a tile."""
+"""Up to this many inputs, a fine tile is not split if three of four multiprocessors have a tile."""
 PREFETCHED_BLOCKS = {8: 4, 4: 8}
 """Bits of a weight -> blocks of each row that FINE_TILE prefetches of small weights."""
 SMALL_TILE = WeightOnlyTile(rows=64, columns=UNMEASURED_MAX_ROWS, warps=4, stages=6)
@@ -249,9 +259,9 @@ def tensor_core_tile(shape: WeightOnlyShape, rows: int, sms: int, shared: int) -
     if rows > WEIGHT_ONLY_MAX_ROWS:
         return None
     if _suits_fine_tile(shape, rows, sms):
-        tile = for_layout(FINE_TILE, shape.layout)
+        tile = fine_tile(shape, rows, sms)
         if tile.shared_memory(shape.layout) <= shared:
-            return fine_tile(shape, rows, sms)
+            return tile
     wanted = next((size for size in COLUMNS if size >= rows), COLUMNS[-1])
     for columns in reversed([size for size in COLUMNS if size <= wanted]):
         tile = _unsplit_default(shape, columns, sms)
@@ -263,25 +273,31 @@ def tensor_core_tile(shape: WeightOnlyShape, rows: int, sms: int, shared: int) -
 
 
 def _suits_fine_tile(shape: WeightOnlyShape, rows: int, sms: int) -> bool:
-    """Whether FINE_TILE is the fastest."""
+    """Whether FINE_TILE or FINEST_TILE is the fastest."""
     if not 1 < rows <= UNMEASURED_MAX_ROWS:
         return False
-    if shape.weight_bytes < SMALL_WEIGHTS:
-        return True
-    is_w8 = shape.layout.scale_layout != "groups"
-    return is_w8 and (shape.gated or LARGE_TILE.programs(shape, rows) < sms)
+    if shape.layout.scale_layout == "groups":
+        is_fine = shape.layout.bits == 4 and shape.weight_bytes <= MAX_FINE_WEIGHTS[shape.gated]
+        return is_fine or shape.weight_bytes < SMALL_WEIGHTS
+    return shape.weight_bytes <= MAX_FINEST_WEIGHTS or shape.gated or LARGE_TILE.programs(shape, rows) < sms
 
 
 def fine_tile(shape: WeightOnlyShape, rows: int, sms: int) -> WeightOnlyTile:
-    """FINE_TILE with splits and prefetching for a shape."""
-    is_small = shape.weight_bytes < SMALL_WEIGHTS
-    tile = for_layout(FINE_TILE, shape.layout)
+    """FINE_TILE or FINEST_TILE, with splits and prefetching for a shape."""
+    bits, is_w8 = shape.layout.bits, shape.layout.scale_layout != "groups"
+    is_finest = is_w8 and shape.weight_bytes <= MAX_FINEST_WEIGHTS
+    is_small = not is_w8 and shape.weight_bytes < SMALL_WEIGHTS
+    tile = for_layout(FINEST_TILE if is_finest else FINE_TILE, shape.layout)
     programs = tile.programs(shape, rows)
     if shape.inputs > MAX_UNSPLIT_INPUTS or programs * 4 < sms * 3:
         most = sms * (PROGRAMS_PER_SM_OF_SMALL_WEIGHTS if is_small else PROGRAMS_PER_SM)
-        useful = -(-shape.inputs // INPUTS_PER_SPLIT[shape.layout.bits])
+        if is_finest:
+            most = sms * PROGRAMS_PER_SM_OF_FINEST_TILE
+        elif is_w8 and programs <= most and most // programs * programs < most * MIN_FILLED:
+            most += programs
+        useful = -(-shape.inputs // INPUTS_PER_SPLIT[bits])
         tile = with_even_splits(tile, shape, rows, min(most, useful * programs))
-    return evolve(tile, ahead=PREFETCHED_BLOCKS[shape.layout.bits]) if is_small else tile
+    return evolve(tile, ahead=PREFETCHED_BLOCKS[bits]) if is_small else tile
 
 
 def with_even_splits(tile: WeightOnlyTile, shape: WeightOnlyShape, rows: int, most: int) -> WeightOnlyTile:

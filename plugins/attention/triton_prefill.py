@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,6 +60,7 @@ class PrefillPlanner:
     def __init__(self, spec: AttentionSpec, pool: KVPool, *, float8: bool = False) -> None:
         """float8: whether to use the float8 kernel, where `float8_prefill_refusal` has no objection."""
         from engine.ops.attention.paged_prefill import can_persist, persistent_config
+        from engine.ops.common.launch import num_sms
 
         self._spec = spec
         self._group = spec.num_heads // spec.num_kv_heads
@@ -65,10 +68,11 @@ class PrefillPlanner:
         self._itemsize = dtype.itemsize
         self._shared_memory = shared_memory(keys.device)
         self._persistent = can_persist(keys, dtype, self._group)
-        self.widened_config: Any = None
-        """Launch parameters for widened sequences; None: none is widened."""
+        self._programs = num_sms(keys.device)
+        self.widened_config: Callable[[Any], Any] | None = None
+        """Launch parameters for widened sequences, by their PrefillWork; None: none is widened."""
         if pool.is_float8 and can_persist(torch.empty_like(keys[:0], dtype=dtype), dtype, self._group):
-            self.widened_config = persistent_config(spec.head_dim)
+            self.widened_config = partial(persistent_config, spec.head_dim)
         self._float8 = float8
         self._blocks_per_tile = 1
         """Blocks that are converted together, if any: a tile of keys of the float8 kernel, or a block."""
@@ -99,7 +103,7 @@ class PrefillPlanner:
 
         queries = batch.query_lens_host
         config = prefill_config(
-            int(queries[sequences].max()),
+            self._work(batch, sequences),
             self._group,
             self._spec.head_dim,
             self._itemsize,
@@ -109,6 +113,13 @@ class PrefillPlanner:
         tiles = prefill_tiles(queries, batch.context_lens_host, sequences, config.tokens(self._group))
         [sent] = to_device([tiles], batch.tokens.device)
         return PrefillPart(sent, batch.block_tables, config)
+
+    def _work(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> Any:
+        """The PrefillWork of sequences."""
+        from engine.ops.attention.paged_prefill import PrefillWork
+
+        lengths = batch.query_lens_host[sequences], batch.context_lens_host[sequences]
+        return PrefillWork.of(*lengths, group=self._group, kv_heads=self._spec.num_kv_heads, programs=self._programs)
 
     def _find_converted(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The sequences to convert, in ascending order: those with the most new tokens, as far as there is room."""
@@ -145,6 +156,7 @@ class PrefillPlanner:
         """Read these sequences from widened blocks, numbered consecutively over all sequences."""
         from engine.ops.attention.paged_prefill import prefill_tiles
 
+        assert self.widened_config is not None
         ranges = [self._blocks(batch, sequence) for sequence in sequences]
         tables = np.zeros((len(sequences), max(end for _, end in ranges)), np.int32)
         parts: list[npt.NDArray[np.int32]] = []
@@ -154,11 +166,12 @@ class PrefillPlanner:
             parts.append(batch.block_tables_host[sequence, begin:end])
             count += end - begin
         blocks = np.concatenate(parts)
-        tokens = self.widened_config.tokens(self._group)
-        tiles = prefill_tiles(batch.query_lens_host, batch.context_lens_host, sequences, tokens)
+        queries, contexts = batch.query_lens_host, batch.context_lens_host
+        config = self.widened_config(self._work(batch, sequences))
+        tiles = prefill_tiles(queries, contexts, sequences, config.tokens(self._group))
         tiles[:, 0] = np.searchsorted(sequences, tiles[:, 0])
         sent_tiles, sent_tables, sent_blocks = to_device([tiles, tables, blocks], batch.tokens.device)
-        return PrefillPart(sent_tiles, sent_tables, self.widened_config, sent_blocks)
+        return PrefillPart(sent_tiles, sent_tables, config, sent_blocks)
 
     def _tiled(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> Float8Part:
         """Read these sequences from tiles, numbered consecutively over all sequences."""

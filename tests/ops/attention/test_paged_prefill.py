@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
 import triton
 
-from engine.ops.attention.paged_prefill import PrefillConfig, persistent_config, prefill_config, prefill_tiles
+from engine.ops.attention.paged_prefill import (
+    MANY_TILES,
+    SHORT_KEYS,
+    SHORT_KEYS_OF_MANY,
+    PrefillConfig,
+    PrefillWork,
+    persistent_config,
+    prefill_config,
+    prefill_tiles,
+)
 
 from .prefill import check
 
@@ -54,12 +64,17 @@ def test_kernel_is_correct_for_each_config(config: Any) -> None:
     check(((40, 75),), config=chosen, dtype=torch.float16)
 
 
+def work(longest: int) -> PrefillWork:
+    """One prompt."""
+    return PrefillWork(longest=longest, keys=longest / 2, tiles=1)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("longest", [16, 700])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_kernel_is_correct_for_the_chosen_config(dim: int, longest: int, window: int | None) -> None:
-    config = prefill_config(longest, 4, dim, 2, 233472)
+    config = prefill_config(work(longest), 4, dim, 2, 233472)
     check(((333, longest), (0, 7)), heads=(8, 2), dim=dim, config=config, dtype=torch.bfloat16, window=window)
 
 
@@ -97,15 +112,39 @@ def test_prefill_config_fits_shared_memory_and_at_least_one_token(
     group: int, itemsize: int, shared_memory: int
 ) -> None:
     for longest in (1, 16, 5000):
-        config = prefill_config(longest, group, 128, itemsize, shared_memory)
+        config = prefill_config(work(longest), group, 128, itemsize, shared_memory)
         assert config.tokens(group) >= 1
         assert config.block_m & (config.block_m - 1) == 0
         assert (config.block_m + 2 * config.num_stages * config.block_n) * 128 * itemsize < shared_memory
-    assert prefill_config(5000, 4, 128, 2, 233472).block_m == 128
-    assert prefill_config(16, 4, 128, 2, 233472).block_m == 64
+    assert prefill_config(work(5000), 4, 128, 2, 233472).block_m == 128
+    assert prefill_config(work(16), 4, 128, 2, 233472).block_m == 64
 
 
 def test_prefill_config_is_persistent_for_long_prompts_only() -> None:
     for dim in (64, 128):
-        assert prefill_config(17, 4, dim, 2, 233472, persistent=True) == persistent_config(dim)
-    assert prefill_config(16, 4, 128, 2, 233472, persistent=True) == prefill_config(16, 4, 128, 2, 233472)
+        for keys in (9, 5000):
+            of_17 = attrs.evolve(work(17), keys=keys)
+            assert prefill_config(of_17, 4, dim, 2, 233472, persistent=True) == persistent_config(dim, of_17)
+    assert prefill_config(work(16), 4, 128, 2, 233472, persistent=True) == prefill_config(work(16), 4, 128, 2, 233472)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_persistent_config_has_as_many_keys_in_flight_in_smaller_blocks_for_few_keys(dim: int) -> None:
+    def choose(keys: float, tiles: float) -> PrefillConfig:
+        return persistent_config(dim, PrefillWork(longest=100, keys=keys, tiles=tiles))
+
+    short, long = choose(SHORT_KEYS, 1), choose(SHORT_KEYS + 1, 1)
+    assert (short.block_n, short.across_tiles, long.block_n, long.across_tiles) == (64, True, 128, False)
+    assert short.block_n * short.num_stages == long.block_n * long.num_stages
+    assert choose(SHORT_KEYS_OF_MANY, MANY_TILES) == short
+    assert choose(SHORT_KEYS_OF_MANY + 1, MANY_TILES) == long
+
+
+def test_prefill_work_counts_what_each_new_token_sees_and_tiles_of_sequences() -> None:
+    queries, contexts = np.array([1, 5, 3, 40], np.int32), np.array([8, 5, 100, 40], np.int32)
+    seen = [8, 1, 2, 3, 4, 5, 98, 99, 100, *range(1, 41)]
+    found = PrefillWork.of(queries, contexts, group=4, kv_heads=3, programs=10)
+    assert found == PrefillWork(longest=40, keys=sum(seen) / len(seen), tiles=5 * 3 / 10)
+    large = PrefillWork.of(np.array([60_000], np.int32), np.array([120_000], np.int32), group=4, kv_heads=8, programs=1)
+    assert large.keys == 90_000.5
+    assert large.tiles == 15_000

@@ -11,19 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from engine.ops.attention.paged_prefill import can_persist, persistent_config
+from engine.ops.attention.paged_prefill import PrefillConfig, PrefillWork, can_persist, persistent_config
 
 from .prefill import check
 
 COMPILE = """
+import sys
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from engine.ops.attention.persistent_prefill import _prefill_kernel as kernel
+from engine.ops.attention.persistent_prefill import _prefill_kernel, short_prefill_kernel
 
+short = sys.argv[1] == "short"
+kernel = short_prefill_kernel if short else _prefill_kernel
 constants = {
     "KV_HEADS": 8, "GROUP_SIZE": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOWED": False, "SOFTCAP": False,
-    "SINKS": False, "BLOCK_M": 128, "BLOCK_N": 128, "STAGES": 2, "PDL": True,
+    "SINKS": False, "BLOCK_M": 128, "BLOCK_N": 64 if short else 128, "STAGES": 4 if short else 2, "PDL": True,
 }
 types = dict.fromkeys(("q", "keys", "values", "out"), "*bf16") | dict.fromkeys(("tables", "tiles"), "*i32")
 types |= dict.fromkeys(("scale", "softcap", "value_scale"), "fp32") | {"sinks": "*fp32"}
@@ -35,51 +39,91 @@ attributes = {(number,): [["tt.divisibility", 16]] for number in aligned}
 source = GluonASTSource(kernel, signature, values, attributes)
 print(triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "launch_pdl": True}).asm["ptx"])
 """
-"""Compiles the kernel for Hopper without a GPU."""
+"""Compiles the kernel for Hopper without a GPU; argument: short or long, for either kernel."""
 
 
-def test_kernel_has_both_products_of_a_step_in_flight_and_moves_16_bytes_at_once() -> None:
+@pytest.mark.parametrize(
+    ("kernel", "commits_per_wait", "softmaxes"),
+    [
+        # Per half: scores of the first step, values of the last, and both products in steps without and with a mask.
+        ("long", [1, 1, 2, 2], 3),
+        # Per half: scores of the first step, and both products of other steps. In the last step of a tile, results are
+        # waited for and stored before the scores.
+        ("short", [0, 1, 2, 2], 2),
+    ],
+)
+def test_kernel_has_both_products_of_a_step_in_flight_and_moves_16_bytes_at_once(
+    kernel: str, commits_per_wait: list[int], softmaxes: int
+) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", COMPILE, kernel]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     steps = [line.split()[0] for line in done.stdout.splitlines() if line.strip().startswith("wgmma.")]
     waits = [number for number, step in enumerate(steps) if "wait_group" in step]
     commits = [steps[begin:end].count("wgmma.commit_group.sync.aligned;") for begin, end in pairwise([0, *waits])]
-    # Per half: scores of the first step, values of the last, and both products in steps without and with a mask.
-    assert sorted(commits) == [1, 1, 1, 1, 2, 2, 2, 2]
+    assert sorted(commits) == sorted(2 * commits_per_wait)
     copies = [line for line in done.stdout.splitlines() if "cp.async.c" in line]
     assert copies
     assert all(", 0x10" in copy for copy in copies), copies[0]
     stores = [line for line in done.stdout.splitlines() if "st.global" in line]
     assert stores
     assert all(".v4.b32" in store for store in stores), stores[0]
-    # Two rows per thread among 4 threads, per half: the maximum in each of 3 softmaxes, and the sum at a tile's end.
-    # A sum in each softmax would add half as many.
-    assert done.stdout.count("shfl.sync.bfly") <= 2 * (3 + 1) * 2 * 2
+    # Two rows per thread among 4 threads, per half: the maximum in each softmax, and the sum at a tile's end. A sum in
+    # each softmax would add one more.
+    assert done.stdout.count("shfl.sync.bfly") <= 2 * (softmaxes + 1) * 2 * 2
 
 
 # Edges of blocks of 128 keys, of tiles of 128 rows and their halves, and more tiles than multiprocessors.
 PERSISTENT_EDGES = ((0, 1), (0, 64), (0, 65), (127, 1), (127, 130), (128, 33), (300, 900))
+KERNELS = pytest.mark.parametrize("keys", [1, 10_000])
+"""Mean numbers of keys per new token that choose the kernel of short prompts, and the other."""
+
+
+def config_for(dim: int, keys: int) -> PrefillConfig:
+    return persistent_config(dim, PrefillWork(longest=1, keys=keys, tiles=1))
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("page", "dtype"), [(8, torch.float16), (16, torch.bfloat16), (256, torch.bfloat16)])
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (2, 128), (4, 128), (7, 64), (128, 128)])
-def test_kernel_is_correct_at_tile_edges(group: int, dim: int, page: int, dtype: torch.dtype) -> None:
-    check(PERSISTENT_EDGES, heads=(2 * group, 2), dim=dim, config=persistent_config(dim), dtype=dtype, block_size=page)
+@KERNELS
+def test_kernel_is_correct_at_tile_edges(group: int, dim: int, page: int, dtype: torch.dtype, keys: int) -> None:
+    config = config_for(dim, keys)
+    check(PERSISTENT_EDGES, heads=(2 * group, 2), dim=dim, config=config, dtype=dtype, block_size=page)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("group", "dim"), [(1, 128), (3, 64), (4, 128), (7, 128)])
+@KERNELS
+def test_kernel_is_correct_where_the_first_block_of_a_tile_needs_a_mask(group: int, dim: int, keys: int) -> None:
+    for cached in (*range(40, 64), *range(104, 128)):  # one by one, so that an error of few rows shows
+        check(((cached, 25),), heads=(group, 1), dim=dim, config=config_for(dim, keys), dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 64), (6, 128), (8, 128)])
+@KERNELS
+def test_kernel_is_correct_when_programs_have_several_short_tiles(group: int, dim: int, keys: int) -> None:
+    lengths = tuple((cached, new) for cached in (0, 60, 120) for new in (1, 7, 63, 64, 65, 129))
+    config = config_for(dim, keys)
+    check(lengths, heads=(33 * group, 33), dim=dim, config=config, dtype=torch.bfloat16)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 1000])
-def test_kernel_handles_windows_and_soft_caps(window: int | None, softcap: float | None) -> None:
+@KERNELS
+def test_kernel_handles_windows_and_soft_caps(window: int | None, softcap: float | None, keys: int) -> None:
     check(
         PERSISTENT_EDGES,
         heads=(8, 2),
         dim=128,
-        config=persistent_config(128),
+        config=config_for(128, keys),
         dtype=torch.bfloat16,
         window=window,
         softcap=softcap,
@@ -91,13 +135,14 @@ def test_kernel_handles_windows_and_soft_caps(window: int | None, softcap: float
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("window", [None, 128])
 @pytest.mark.parametrize(("group", "dim"), [(3, 128), (8, 64)])
-def test_kernel_adds_sinks(group: int, dim: int, window: int | None) -> None:
+@KERNELS
+def test_kernel_adds_sinks(group: int, dim: int, window: int | None, keys: int) -> None:
     heads = (2 * group, 2)
     check(
         PERSISTENT_EDGES,
         heads=heads,
         dim=dim,
-        config=persistent_config(dim),
+        config=config_for(dim, keys),
         dtype=torch.bfloat16,
         window=window,
         has_sinks=True,
@@ -106,13 +151,14 @@ def test_kernel_adds_sinks(group: int, dim: int, window: int | None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-def test_kernel_is_correct_in_many_turns_repeatedly() -> None:
+@KERNELS
+def test_kernel_is_correct_in_many_turns_repeatedly(keys: int) -> None:
     for _ in range(3):
         check(
             ((0, 1500), (700, 1000), (5, 1)),
             heads=(16, 8),
             dim=128,
-            config=persistent_config(128),
+            config=config_for(128, keys),
             dtype=torch.bfloat16,
         )
 

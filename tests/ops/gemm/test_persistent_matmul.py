@@ -12,7 +12,7 @@ from engine.ops.gemm.scaled_matmul import W8A8Tile, matmul
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.plugins.quant.w8a8_matmul import PERSISTENT_SHAPES
 
-from .w8a8 import Operands, check_close
+from .w8a8 import Operands, before_others, check_close
 
 SHAPES = sorted({shape for of_class in PERSISTENT_SHAPES.values() for shape in of_class})
 LIMIT = 2**-6
@@ -54,7 +54,8 @@ def test_two_int8_steps_are_in_flight() -> None:
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("rows", "weight_rows", "inputs"), [(64, 1024, 256), (257, 1032, 4112), (1, 264, 16), (2048, 6144, 4096)]
+    ("rows", "weight_rows", "inputs"),
+    [(64, 1024, 256), (81, 4744, 5120), (257, 1032, 4112), (1, 264, 16), (3001, 6152, 144), (2048, 6144, 4096)],
 )
 def test_products_equal_float64_and_repeat(
     kind: str, splits: int, rows: int, weight_rows: int, inputs: int, hopper: torch.device, half: torch.dtype
@@ -62,8 +63,8 @@ def test_products_equal_float64_and_repeat(
     workspace = Workspace(hopper)
     operands = Operands(kind, rows, weight_rows, inputs, hopper, biased=rows == 257, half=half)
     codes = (operands.x_codes, operands.x_scale, operands.weight, operands.scale, operands.bias)
-    for tile_rows, outputs, warps, stages in SHAPES:
-        whole = W8A8Tile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages, persistent=True)
+    for tile_rows, outputs, warps, stages, block_k in SHAPES:
+        whole = W8A8Tile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages, block_k=block_k, persistent=True)
         tile = evolve(whole, splits=splits)
         if tile.fits(rows, weight_rows):
             first = matmul(*codes, half, tile, workspace)
@@ -71,3 +72,4 @@ def test_products_equal_float64_and_repeat(
             assert not workspace.arrivals.any()
             for _ in range(10):
                 assert torch.equal(matmul(*codes, half, tile, workspace), first)
+            assert torch.equal(matmul(before_others(codes[0], 64), *codes[1:], half, tile, workspace), first)

@@ -6,11 +6,13 @@ import pytest
 import torch
 from attrs import evolve
 
+from engine.ops.common.launch import has_tma
 from engine.ops.gemm.scaled_matmul import W8A8Tile, matmul
 from engine.ops.gemm.skinny_launch import Workspace
+from engine.ops.gemm.tile_order import padded_rows
 from engine.plugins.quant.w8a8_matmul import LARGE_TILE, MEDIUM_TILES, SMALL_TILES, matmul_tile
 
-from .w8a8 import Operands, check_close
+from .w8a8 import Operands, before_others, check_close
 
 TILE = W8A8Tile(rows=32, outputs=64, warps=4, stages=2)
 LIMIT = {torch.float16: 2**-9, torch.bfloat16: 2**-6, torch.float32: 1e-5}
@@ -40,6 +42,29 @@ def test_matmul_with_a_scale_per_row(
 ) -> None:
     operands = Operands(kind, rows, weight_rows, inputs, device, biased=rows == 70, half=half)
     check(operands, TILE, half, workspace)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("rows", [1, 40, 64, 70])
+def test_what_memory_has_after_the_rows_of_x_does_not_matter(
+    kind: str, rows: int, device: torch.device, half: torch.dtype, workspace: Any
+) -> None:
+    operands = Operands(kind, rows, 64, 208, device, half=half)
+    x = before_others(operands.x_codes, 64)
+    for tma in {has_tma(device), device.type == "cpu"}:
+        got = matmul(
+            x, operands.x_scale, operands.weight, operands.scale, operands.bias, half, TILE, workspace, tma=tma
+        )
+        check_close(got, operands.exact(codes=True), LIMIT[half])
+
+
+@pytest.mark.parametrize(
+    ("rows", "room", "tile_rows", "loaded"),
+    [(40, 64, 64, 64), (40, 40, 64, 40), (40, 128, 64, 64), (40, 64, 128, 64), (64, 64, 64, 64), (130, 192, 64, 192)],
+)
+def test_tiles_are_filled_by_rows_that_memory_has(rows: int, room: int, tile_rows: int, loaded: int) -> None:
+    x = torch.zeros(1 + room, 256, dtype=torch.int8)[1:][:rows]
+    assert padded_rows(x, tile_rows) == ([loaded, 256], [256, 1])
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])

@@ -14,7 +14,7 @@ from engine.core.attention import AttentionSpec, KVPool
 from engine.core.config.structure import structure_options
 from engine.core.errors import ConfigError
 from engine.core.quant import FLOAT8
-from engine.ops.attention.paged_prefill import PrefillConfig, persistent_config
+from engine.ops.attention.paged_prefill import PrefillConfig, PrefillWork, persistent_config
 from engine.ops.common.launch import has_wgmma
 from engine.plugins.attention.triton import TritonAttention
 from engine.plugins.attention.triton_options import TritonOptions, float8_prefill_refusal
@@ -48,7 +48,7 @@ class WideningTriton(TritonAttention):
     def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
         super().__init__(spec, pool, options)
         if pool.is_float8:
-            self._kernels.prefill.widened_config = SMALL
+            self._kernels.prefill.widened_config = lambda work: SMALL
             self._kernels.prefill.min_converted_rows = 7
 
 
@@ -79,7 +79,7 @@ def plan(
 ) -> tuple[Any, ...]:
     """Plan a batch whose sequences have consecutive blocks. limits: attributes of the planner."""
     planner = PrefillPlanner(spec, KVPool(spec, 64, "cpu"), float8=float8)
-    planner.widened_config = config
+    planner.widened_config = None if config is None else lambda work: config
     planner.min_converted_rows = 16
     for name, limit in limits.items():
         setattr(planner, name, limit)
@@ -198,8 +198,12 @@ def test_long_prompts_over_a_float8_cache_equal_dense_attention(
         sliding_windows=windows,
     )
     pool = KVPool(spec, 4, "cuda")
-    wanted = persistent_config(dim) if has_wgmma(pool.keys[0].device) else None
-    assert PrefillPlanner(spec, pool).widened_config == wanted
+    choose = PrefillPlanner(spec, pool).widened_config
+    assert (choose is not None) == has_wgmma(pool.keys[0].device)
+    if choose is not None:
+        for keys in (100, 10_000):
+            work = PrefillWork(longest=100, keys=keys, tiles=1)
+            assert choose(work) == persistent_config(dim, work)
     suite.check(spec, ((700, 1), (0, 1000), (900, 300), (10, 5)))
 
 
