@@ -32,9 +32,9 @@ HALF = tl.constexpr(BLOCK // 2)
 """Half a block. A W8Layout stores inputs i and i + HALF of a block next to each other."""
 ROW_MULTIPLE = 4
 """Scales of blocks have room for a multiple of this many rows, as cuBLAS needs."""
-VALUE_ROW_MULTIPLE = 64
-"""Values have room for a multiple of this many rows, all that a tile of the W8A8 GEMM reads: loading rows that do not
-exist by TMA takes longer than loading rows."""
+VALUE_ROW_MULTIPLE = 128
+"""Values have room for a multiple of this many rows, all that a tile of the W8A8 GEMM reads for up to 256 rows: loading
+rows that do not exist by TMA takes longer than loading rows."""
 
 
 @frozen(kw_only=True)
