@@ -280,7 +280,7 @@ def decode_candidates(itemsize: int) -> list[Any]:
 
 
 def prefill_candidates() -> list[Any]:
-    from engine.ops.attention.paged_prefill import PERSISTENT, PrefillConfig
+    from engine.ops.attention.paged_prefill_config import PERSISTENT, PrefillConfig
 
     halved = attrs.evolve(PERSISTENT, block_n=64, num_stages=4)
     persistent = [PERSISTENT, halved, attrs.evolve(halved, across_tiles=True)]
@@ -294,7 +294,7 @@ def prefill_candidates() -> list[Any]:
 
 def compile_one(task: tuple[tuple[int, int], int, Any, str]) -> None:
     """Launch a kernel once on a tiny batch, in a separate process, which puts it into Triton's cache on disk."""
-    from engine.ops.attention.paged_prefill import PrefillConfig
+    from engine.ops.attention.paged_prefill_config import PrefillConfig
 
     heads, sequences, config, kv_dtype = task
     prompt = isinstance(config, PrefillConfig)

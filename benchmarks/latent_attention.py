@@ -27,7 +27,8 @@ from triton.errors import TritonError
 
 from engine.ops.attention.latent_decode import LatentDecodeConfig, latent_decode, latent_decode_configs
 from engine.ops.attention.latent_prefill import heads_per_tile, latent_prefill, latent_prefill_config
-from engine.ops.attention.paged_prefill import PrefillConfig, prefill_tiles
+from engine.ops.attention.paged_prefill import prefill_tiles
+from engine.ops.attention.paged_prefill_config import PrefillConfig
 from engine.ops.common.launch import has_wgmma, shared_memory
 
 LATENT, ROTATED, BLOCK_SIZE = 512, 64, 16

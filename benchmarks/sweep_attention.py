@@ -17,7 +17,7 @@ from tuned_attention import tuned_decode, tuned_prefill
 from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool
 from engine.core.plugin_host import load_plugins
 from engine.ops.attention.paged_decode_config import DecodeConfig, decode_configs
-from engine.ops.attention.paged_prefill import (
+from engine.ops.attention.paged_prefill_config import (
     PrefillConfig,
     PrefillWork,
     can_persist,

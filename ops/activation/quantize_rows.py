@@ -33,8 +33,8 @@ HALF = tl.constexpr(BLOCK // 2)
 ROW_MULTIPLE = 4
 """Scales of blocks have room for a multiple of this many rows, as cuBLAS needs."""
 VALUE_ROW_MULTIPLE = 128
-"""Values have room for a multiple of this many rows, all that a tile of the W8A8 GEMM reads for up to 256 rows: loading
-rows that do not exist by TMA takes longer than loading rows."""
+"""Values have room for a multiple of this many rows, as many as the tiles of the W8A8 GEMM for up to 256 rows read: TMA
+takes longer to fill missing rows with zeros than to load rows."""
 
 
 @frozen(kw_only=True)
@@ -227,7 +227,8 @@ def quantize_rows(
 
     Values are [rows, inputs padded with zeros to a multiple of 128], in the order of a W8Layout. Scales are [rows], or
     with scaling.per_block [blocks, rows rounded up to ROW_MULTIPLE]. The memory of the values has room for rows rounded
-    up to VALUE_ROW_MULTIPLE.
+    up to VALUE_ROW_MULTIPLE, a multiple of ROW_MULTIPLE: torch's kernel for scales of blocks reads a row of values per
+    column of scales.
     scale: [1] float32, the static scale of all rows; values beyond the dtype's range are clamped. None: the largest
     magnitude of a row or block maps to the dtype's largest value. A row or block with a NaN or infinity gets a scale of
     NaN, and unspecified values.

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.attention.latent_loads import load_block_ids, load_keys, load_queries, padded_key
-from engine.ops.attention.paged_prefill import PrefillConfig
+from engine.ops.attention.paged_prefill_config import PrefillConfig
 from engine.ops.common.launch import dependent_launch, release, wait
 
 MAX_ROWS = 64

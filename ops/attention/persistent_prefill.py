@@ -43,7 +43,7 @@ from engine.ops.attention.persistent_steps import (
 from engine.ops.common.launch import dependent_launch, num_sms, release, wait
 
 if TYPE_CHECKING:
-    from engine.ops.attention.paged_prefill import PrefillConfig
+    from engine.ops.attention.paged_prefill_config import PrefillConfig
 
 HEAD_DIMS = (64, 128)
 _RUN = gl.constexpr(RUN)

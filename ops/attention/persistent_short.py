@@ -72,7 +72,8 @@ def _copy(
         table = tables + sequence.to(gl.int64) * table_stride
         block_ids = gl.load(table + (begin + runs) // BLOCK_SIZE, mask=begin + runs < end, other=0)
         if turn == 0:
-            # Tiles and block tables are read before. Everything else follows these copies, results too.
+            # Tiles and block tables, which no kernel still running writes, are read before the wait. Queries, keys,
+            # values and results are touched only after it.
             wait(PDL)
         mbarrier.wait(q_free.index(turn % 2), (turn // 2 & 1) ^ 1)
         copy_queries(q, q_stride, q_halves, turn % 2 * 2, row, tokens, head, GROUP_SIZE)

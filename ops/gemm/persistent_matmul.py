@@ -26,7 +26,7 @@ from engine.ops.common.gluon_tiles import halves
 from engine.ops.common.launch import dependent_launch, num_sms, release, wait
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.ops.gemm.split_k import add_others, is_last
-from engine.ops.gemm.tile_order import padded_rows, place_of_tile, share_of_inputs
+from engine.ops.gemm.tile_order import loaded_shape, place_of_tile, share_of_inputs
 
 if TYPE_CHECKING:
     from engine.ops.gemm.scaled_matmul import W8A8Tile
@@ -220,7 +220,7 @@ def launch(
     layout_16_bit = gl.NVMMASharedLayout(swizzle_byte_width=2 * piece, element_bitwidth=16, rank=2)
     arguments = (
         TensorDescriptor.from_tensor(out, [tile.rows, piece], layout_16_bit),
-        TensorDescriptor(x, *padded_rows(x, tile.rows), [tile.rows, tile.block_k], layout_8_bit),
+        TensorDescriptor(x, *loaded_shape(x, tile.rows), [tile.rows, tile.block_k], layout_8_bit),
         TensorDescriptor.from_tensor(weight, [tile.outputs, tile.block_k], layout_8_bit),
         x_scale,
         scale,

@@ -18,7 +18,7 @@ from engine.ops.common.launch import dependent_launch, has_tma, release, wait
 from engine.ops.gemm import persistent_matmul
 from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, MAX_SPLIT_TILES, Workspace
 from engine.ops.gemm.split_k import add_others, is_last
-from engine.ops.gemm.tile_order import padded_rows, place_of_tile, share_of_inputs
+from engine.ops.gemm.tile_order import loaded_shape, place_of_tile, share_of_inputs
 
 HALF_OF_SHARED = 112 * 1024
 """Bytes of shared memory per program where two share a multiprocessor, from compute capability 9.0 on."""
@@ -280,7 +280,7 @@ def _launch(
     is_integer = weight.dtype == torch.int8
     arguments = (
         out,
-        TensorDescriptor(x, *padded_rows(x, tile.rows), [tile.rows, tile.block_k]) if tma else x,
+        TensorDescriptor(x, *loaded_shape(x, tile.rows), [tile.rows, tile.block_k]) if tma else x,
         TensorDescriptor.from_tensor(weight, [tile.outputs, tile.block_k]) if tma else weight,
         x_scale,
         scale,

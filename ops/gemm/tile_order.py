@@ -11,13 +11,14 @@ SWIZZLE = tl.constexpr(8)
 stay in the L2 cache."""
 
 
-def padded_rows(x: torch.Tensor, tile_rows: int) -> tuple[list[int], list[int]]:
+def loaded_shape(x: torch.Tensor, tile_rows: int) -> tuple[list[int], list[int]]:
     """Shape and strides by which tiles of x are loaded: with the rows that its memory has after its own, up to whole
     tiles.
 
     x: [rows, inputs], contiguous. What such rows contain does not matter, as their results are not stored. Loading them
     is faster than having TMA fill tiles with zeros.
     """
+    assert x.is_contiguous(), "x has gaps between its rows; pass x.contiguous()"
     rows, inputs = x.shape
     stored = (x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()) // max(inputs, 1)
     return [max(rows, min(stored, -(-rows // tile_rows) * tile_rows)), inputs], [inputs, 1]

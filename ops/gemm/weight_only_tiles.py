@@ -200,8 +200,8 @@ since its kernel overlaps with the kernels before and after. The rules choose wh
 linear layers: those of a decoder block of Llama-3.1-8B and of Qwen3-0.6B (benchmarks/quant_chain.py), and pairs of 24
 other sizes."""
 FINE_TILE = WeightOnlyTile(rows=32, columns=UNMEASURED_MAX_ROWS, warps=2, stages=6)
-"""For 2 to UNMEASURED_MAX_ROWS rows, unless large tiles keep all multiprocessors busy or 4-bit weights are large: its
-programs are so small that they are distributed evenly."""
+"""For 2 to UNMEASURED_MAX_ROWS rows, unless large tiles keep all multiprocessors busy or 4-bit weights are large
+(`_suits_fine_tile`): its programs are so small that they are distributed evenly."""
 FINEST_TILE = WeightOnlyTile(rows=16, columns=UNMEASURED_MAX_ROWS, warps=1, stages=6, ahead=2)
 """Replaces FINE_TILE for a W8Layout of at most MAX_FINEST_WEIGHTS."""
 MAX_FINEST_WEIGHTS = 2**24
@@ -209,12 +209,14 @@ MAX_FINEST_WEIGHTS = 2**24
 MAX_FINE_WEIGHTS = {False: 2**24, True: 2**25}
 """Whether a GEMM is gated -> bytes of 4-bit weights up to which FINE_TILE is the fastest."""
 SMALL_WEIGHTS = 2**23
-"""Bytes of weights in groups below which the time is mostly latency. FINE_TILE then prefetches, and is split less."""
+"""Bytes of weights below which the time is mostly latency. Fine tiles are used whatever the shape; of weights in groups
+FINE_TILE prefetches, and is split less."""
 PROGRAMS_PER_SM = 3
 PROGRAMS_PER_SM_OF_SMALL_WEIGHTS = 2
-"""Programs of FINE_TILE per multiprocessor, at most, if it is split."""
+"""Programs of FINE_TILE per multiprocessor, at most, if it is split; of SMALL_WEIGHTS."""
 MIN_FILLED = 0.9
-"""With less than this part of PROGRAMS_PER_SM, FINE_TILE is split once more for a W8Layout."""
+"""With less than this part of PROGRAMS_PER_SM, FINE_TILE is split once more for a W8Layout, if that makes at most one
+more program per multiprocessor."""
 PROGRAMS_PER_SM_OF_FINEST_TILE = 4
 """Programs of FINEST_TILE per multiprocessor, at most, if it is split."""
 INPUTS_PER_SPLIT = {8: 256, 4: 768}
@@ -279,7 +281,7 @@ def _suits_fine_tile(shape: WeightOnlyShape, rows: int, sms: int) -> bool:
     if shape.layout.scale_layout == "groups":
         is_fine = shape.layout.bits == 4 and shape.weight_bytes <= MAX_FINE_WEIGHTS[shape.gated]
         return is_fine or shape.weight_bytes < SMALL_WEIGHTS
-    return shape.weight_bytes <= MAX_FINEST_WEIGHTS or shape.gated or LARGE_TILE.programs(shape, rows) < sms
+    return shape.weight_bytes < SMALL_WEIGHTS or shape.gated or LARGE_TILE.programs(shape, rows) < sms
 
 
 def fine_tile(shape: WeightOnlyShape, rows: int, sms: int) -> WeightOnlyTile:
@@ -294,7 +296,8 @@ def fine_tile(shape: WeightOnlyShape, rows: int, sms: int) -> WeightOnlyTile:
         if is_finest:
             most = sms * PROGRAMS_PER_SM_OF_FINEST_TILE
         elif is_w8 and programs <= most and most // programs * programs < most * MIN_FILLED:
-            most += programs
+            more = (most // programs + 1) * programs
+            most = more if more <= sms * (PROGRAMS_PER_SM + 1) else most
         useful = -(-shape.inputs // INPUTS_PER_SPLIT[bits])
         tile = with_even_splits(tile, shape, rows, min(most, useful * programs))
     return evolve(tile, ahead=PREFETCHED_BLOCKS[bits]) if is_small else tile

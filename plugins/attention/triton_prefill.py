@@ -59,7 +59,7 @@ class PrefillPlanner:
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, *, float8: bool = False) -> None:
         """float8: whether to use the float8 kernel, where `float8_prefill_refusal` has no objection."""
-        from engine.ops.attention.paged_prefill import can_persist, persistent_config
+        from engine.ops.attention.paged_prefill_config import can_persist, persistent_config
         from engine.ops.common.launch import num_sms
 
         self._spec = spec
@@ -68,11 +68,11 @@ class PrefillPlanner:
         self._itemsize = dtype.itemsize
         self._shared_memory = shared_memory(keys.device)
         self._persistent = can_persist(keys, dtype, self._group)
-        self._programs = num_sms(keys.device)
-        self.widened_config: Callable[[Any], Any] | None = None
+        self._sms = num_sms(keys.device)
+        self.choose_widened_config: Callable[[Any], Any] | None = None
         """Launch parameters for widened sequences, by their PrefillWork; None: none is widened."""
         if pool.is_float8 and can_persist(torch.empty_like(keys[:0], dtype=dtype), dtype, self._group):
-            self.widened_config = partial(persistent_config, spec.head_dim)
+            self.choose_widened_config = partial(persistent_config, spec.head_dim)
         self._float8 = float8
         self._blocks_per_tile = 1
         """Blocks that are converted together, if any: a tile of keys of the float8 kernel, or a block."""
@@ -88,7 +88,7 @@ class PrefillPlanner:
     def plan(self, batch: ForwardBatch) -> tuple[PrefillPart | Float8Part, ...]:
         """The launches for all sequences behind the decoding ones."""
         sequences = np.arange(batch.num_decodes, batch.num_sequences)
-        if self.widened_config is None and not self._float8:
+        if self.choose_widened_config is None and not self._float8:
             return (self._direct(batch, sequences),)
         converted = self._find_converted(batch, sequences)
         rest = np.setdiff1d(sequences, converted)
@@ -99,7 +99,8 @@ class PrefillPlanner:
 
     def _direct(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> PrefillPart:
         """Read the cache's blocks in place."""
-        from engine.ops.attention.paged_prefill import prefill_config, prefill_tiles
+        from engine.ops.attention.paged_prefill import prefill_tiles
+        from engine.ops.attention.paged_prefill_config import prefill_config
 
         queries = batch.query_lens_host
         config = prefill_config(
@@ -116,10 +117,10 @@ class PrefillPlanner:
 
     def _work(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> Any:
         """The PrefillWork of sequences."""
-        from engine.ops.attention.paged_prefill import PrefillWork
+        from engine.ops.attention.paged_prefill_config import PrefillWork
 
         lengths = batch.query_lens_host[sequences], batch.context_lens_host[sequences]
-        return PrefillWork.of(*lengths, group=self._group, kv_heads=self._spec.num_kv_heads, programs=self._programs)
+        return PrefillWork.of(*lengths, group=self._group, kv_heads=self._spec.num_kv_heads, sms=self._sms)
 
     def _find_converted(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The sequences to convert, in ascending order: those with the most new tokens, as far as there is room."""
@@ -156,7 +157,7 @@ class PrefillPlanner:
         """Read these sequences from widened blocks, numbered consecutively over all sequences."""
         from engine.ops.attention.paged_prefill import prefill_tiles
 
-        assert self.widened_config is not None
+        assert self.choose_widened_config is not None
         ranges = [self._blocks(batch, sequence) for sequence in sequences]
         tables = np.zeros((len(sequences), max(end for _, end in ranges)), np.int32)
         parts: list[npt.NDArray[np.int32]] = []
@@ -167,7 +168,7 @@ class PrefillPlanner:
             count += end - begin
         blocks = np.concatenate(parts)
         queries, contexts = batch.query_lens_host, batch.context_lens_host
-        config = self.widened_config(self._work(batch, sequences))
+        config = self.choose_widened_config(self._work(batch, sequences))
         tiles = prefill_tiles(queries, contexts, sequences, config.tokens(self._group))
         tiles[:, 0] = np.searchsorted(sequences, tiles[:, 0])
         sent_tiles, sent_tables, sent_blocks = to_device([tiles, tables, blocks], batch.tokens.device)

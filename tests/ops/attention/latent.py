@@ -13,7 +13,8 @@ from engine.core.attention.base import AttentionSpec
 from engine.ops.attention.latent_decode import LatentDecodeConfig, latent_decode
 from engine.ops.attention.latent_merge import LatentWorkspace
 from engine.ops.attention.latent_prefill import heads_per_tile, latent_prefill
-from engine.ops.attention.paged_prefill import PrefillConfig, prefill_tiles
+from engine.ops.attention.paged_prefill import prefill_tiles
+from engine.ops.attention.paged_prefill_config import PrefillConfig
 from engine.testing.attention_cases import dense_attention
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"

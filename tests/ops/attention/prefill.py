@@ -10,7 +10,8 @@ import triton
 
 from engine.core.attention.base import AttentionSpec
 from engine.ops.attention.float8_tiles import TILE, gather_tiles
-from engine.ops.attention.paged_prefill import PrefillConfig, paged_prefill, prefill_tiles
+from engine.ops.attention.paged_prefill import paged_prefill, prefill_tiles
+from engine.ops.attention.paged_prefill_config import PrefillConfig
 from engine.ops.attention.persistent_float8 import BLOCK_M, float8_prefill
 from engine.testing.attention_cases import dense_attention
 

@@ -7,7 +7,7 @@ import torch
 import triton
 
 from engine.ops.attention.latent_prefill import latent_prefill_config
-from engine.ops.attention.paged_prefill import PrefillConfig
+from engine.ops.attention.paged_prefill_config import PrefillConfig
 
 from .latent import Case
 

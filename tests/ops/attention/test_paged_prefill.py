@@ -10,7 +10,8 @@ import pytest
 import torch
 import triton
 
-from engine.ops.attention.paged_prefill import (
+from engine.ops.attention.paged_prefill import prefill_tiles
+from engine.ops.attention.paged_prefill_config import (
     MANY_TILES,
     SHORT_KEYS,
     SHORT_KEYS_OF_MANY,
@@ -18,7 +19,6 @@ from engine.ops.attention.paged_prefill import (
     PrefillWork,
     persistent_config,
     prefill_config,
-    prefill_tiles,
 )
 
 from .prefill import check
@@ -143,8 +143,8 @@ def test_persistent_config_has_as_many_keys_in_flight_in_smaller_blocks_for_few_
 def test_prefill_work_counts_what_each_new_token_sees_and_tiles_of_sequences() -> None:
     queries, contexts = np.array([1, 5, 3, 40], np.int32), np.array([8, 5, 100, 40], np.int32)
     seen = [8, 1, 2, 3, 4, 5, 98, 99, 100, *range(1, 41)]
-    found = PrefillWork.of(queries, contexts, group=4, kv_heads=3, programs=10)
+    found = PrefillWork.of(queries, contexts, group=4, kv_heads=3, sms=10)
     assert found == PrefillWork(longest=40, keys=sum(seen) / len(seen), tiles=5 * 3 / 10)
-    large = PrefillWork.of(np.array([60_000], np.int32), np.array([120_000], np.int32), group=4, kv_heads=8, programs=1)
+    large = PrefillWork.of(np.array([60_000], np.int32), np.array([120_000], np.int32), group=4, kv_heads=8, sms=1)
     assert large.keys == 90_000.5
     assert large.tiles == 15_000

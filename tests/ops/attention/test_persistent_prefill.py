@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.ops.attention.paged_prefill import PrefillConfig, PrefillWork, can_persist, persistent_config
+from engine.ops.attention.paged_prefill_config import PrefillConfig, PrefillWork, can_persist, persistent_config
 
 from .prefill import check
 

@@ -68,6 +68,7 @@ def test_even_splits_leave_no_program_without_work(outputs: int, inputs: int) ->
         (INT8, 4096, 14336, 3),
         (INT8, 5120, 5120, 3),  # with 2, too few
         (INT8, 2752, 15040, 5),
+        (INT8, 10240, 8192, 1),  # with 2, too many
         (FOUR, 4096, 4096, 3),
         (FOUR, 6144, 4096, 2),
     ],

@@ -8,6 +8,7 @@ import pytest
 import torch
 from attrs import evolve
 
+from engine.ops.activation.quantize_rows import VALUE_ROW_MULTIPLE
 from engine.ops.gemm.scaled_matmul import W8A8Tile, matmul
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.plugins.quant.w8a8_matmul import PERSISTENT_SHAPES
@@ -72,4 +73,6 @@ def test_products_equal_float64_and_repeat(
             assert not workspace.arrivals.any()
             for _ in range(10):
                 assert torch.equal(matmul(*codes, half, tile, workspace), first)
-            assert torch.equal(matmul(before_others(codes[0], 64), *codes[1:], half, tile, workspace), first)
+            assert torch.equal(
+                matmul(before_others(codes[0], VALUE_ROW_MULTIPLE), *codes[1:], half, tile, workspace), first
+            )

@@ -6,10 +6,11 @@ import pytest
 import torch
 from attrs import evolve
 
+from engine.ops.activation.quantize_rows import VALUE_ROW_MULTIPLE
 from engine.ops.common.launch import has_tma
 from engine.ops.gemm.scaled_matmul import W8A8Tile, matmul
 from engine.ops.gemm.skinny_launch import Workspace
-from engine.ops.gemm.tile_order import padded_rows
+from engine.ops.gemm.tile_order import loaded_shape
 from engine.plugins.quant.w8a8_matmul import LARGE_TILE, MEDIUM_TILES, SMALL_TILES, matmul_tile
 
 from .w8a8 import Operands, before_others, check_close
@@ -50,8 +51,8 @@ def test_what_memory_has_after_the_rows_of_x_does_not_matter(
     kind: str, rows: int, device: torch.device, half: torch.dtype, workspace: Any
 ) -> None:
     operands = Operands(kind, rows, 64, 208, device, half=half)
-    x = before_others(operands.x_codes, 64)
-    for tma in {has_tma(device), device.type == "cpu"}:
+    x = before_others(operands.x_codes, VALUE_ROW_MULTIPLE)
+    for tma in (True, False) if has_tma(device) else (False,):
         got = matmul(
             x, operands.x_scale, operands.weight, operands.scale, operands.bias, half, TILE, workspace, tma=tma
         )
@@ -64,7 +65,12 @@ def test_what_memory_has_after_the_rows_of_x_does_not_matter(
 )
 def test_tiles_are_filled_by_rows_that_memory_has(rows: int, room: int, tile_rows: int, loaded: int) -> None:
     x = torch.zeros(1 + room, 256, dtype=torch.int8)[1:][:rows]
-    assert padded_rows(x, tile_rows) == ([loaded, 256], [256, 1])
+    assert loaded_shape(x, tile_rows) == ([loaded, 256], [256, 1])
+
+
+def test_rows_with_gaps_between_them_are_refused() -> None:
+    with pytest.raises(AssertionError, match=r"pass x\.contiguous"):
+        loaded_shape(torch.zeros(64, 512, dtype=torch.int8)[:, :256], 64)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])

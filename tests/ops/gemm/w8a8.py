@@ -16,12 +16,12 @@ def random_codes(shape: Any, kind: Any, device: Any) -> Any:
     return torch.randn(shape, device=device).to(torch.float8_e4m3fn)
 
 
-def before_others(codes: Any, multiple: int) -> Any:
+def before_others(values: Any, multiple: int) -> Any:
     """The same rows in memory for a multiple of a number of rows, of which the others are NaN or large."""
-    size = (-(-codes.shape[0] // multiple) * multiple, codes.shape[1])
-    memory = torch.full(size, 127, dtype=torch.int8, device=codes.device).view(codes.dtype)  # e4m3's NaN
-    memory[: codes.shape[0]].copy_(codes)
-    return memory[: codes.shape[0]]
+    size = (-(-values.shape[0] // multiple) * multiple, values.shape[1])
+    memory = torch.full(size, 127, dtype=torch.int8, device=values.device).view(values.dtype)  # e4m3's NaN
+    memory[: values.shape[0]].copy_(values)
+    return memory[: values.shape[0]]
 
 
 def wide(scale: Any, shape: Any, rows: Any, columns: int = 128) -> Any:

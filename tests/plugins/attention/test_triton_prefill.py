@@ -14,7 +14,7 @@ from engine.core.attention import AttentionSpec, KVPool
 from engine.core.config.structure import structure_options
 from engine.core.errors import ConfigError
 from engine.core.quant import FLOAT8
-from engine.ops.attention.paged_prefill import PrefillConfig, PrefillWork, persistent_config
+from engine.ops.attention.paged_prefill_config import PrefillConfig, PrefillWork, persistent_config
 from engine.ops.common.launch import has_wgmma
 from engine.plugins.attention.triton import TritonAttention
 from engine.plugins.attention.triton_options import TritonOptions, float8_prefill_refusal
@@ -48,7 +48,7 @@ class WideningTriton(TritonAttention):
     def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
         super().__init__(spec, pool, options)
         if pool.is_float8:
-            self._kernels.prefill.widened_config = lambda work: SMALL
+            self._kernels.prefill.choose_widened_config = lambda work: SMALL
             self._kernels.prefill.min_converted_rows = 7
 
 
@@ -79,7 +79,7 @@ def plan(
 ) -> tuple[Any, ...]:
     """Plan a batch whose sequences have consecutive blocks. limits: attributes of the planner."""
     planner = PrefillPlanner(spec, KVPool(spec, 64, "cpu"), float8=float8)
-    planner.widened_config = None if config is None else lambda work: config
+    planner.choose_widened_config = None if config is None else lambda work: config
     planner.min_converted_rows = 16
     for name, limit in limits.items():
         setattr(planner, name, limit)
@@ -133,9 +133,9 @@ def test_blocks_behind_all_windows_are_not_widened() -> None:
 
 
 def test_nothing_is_widened_on_a_cpu_or_from_a_16_bit_cache() -> None:
-    assert PrefillPlanner(SPEC, KVPool(SPEC, 4, "cpu")).widened_config is None
+    assert PrefillPlanner(SPEC, KVPool(SPEC, 4, "cpu")).choose_widened_config is None
     plain = attrs.evolve(SPEC, kv_dtype="float16")
-    assert PrefillPlanner(plain, KVPool(plain, 4, "cpu")).widened_config is None
+    assert PrefillPlanner(plain, KVPool(plain, 4, "cpu")).choose_widened_config is None
 
 
 def test_float8_prefill_plans_tiles_of_keys_for_sequences_with_many_new_tokens() -> None:
@@ -198,7 +198,7 @@ def test_long_prompts_over_a_float8_cache_equal_dense_attention(
         sliding_windows=windows,
     )
     pool = KVPool(spec, 4, "cuda")
-    choose = PrefillPlanner(spec, pool).widened_config
+    choose = PrefillPlanner(spec, pool).choose_widened_config
     assert (choose is not None) == has_wgmma(pool.keys[0].device)
     if choose is not None:
         for keys in (100, 10_000):
