@@ -2,9 +2,10 @@
 
     python benchmarks/prefill_steps.py [--cases qwen3-0.6b:none qwen3-0.6b:int8 qwen3-30b-a3b:none] [--json FILE]
 
-Random weights, prompts of random tokens, one token out, no prefix cache; the fastest of four runs after two, and three
-runs of 16 prompts of 2048 tokens. "measured" is the engine's own choice of the largest graph, "all" captures steps of
-every size. What a step's host time is depends on the machine; the report has the time of the host phases too.
+Random weights, prompts of random tokens, one token out, no prefix cache; the fastest of four runs after two, and the
+faster of two runs, after one, of 16 prompts of 2048 tokens. "measured" is the engine's own choice of the largest graph,
+"all" captures steps of every size. The host's time of a step depends on the machine; the report has that of its phases
+too.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def main() -> None:
                 print_table(["case", "metric", "value"], shown)
                 if arguments.json is not None:
                     machine = machine or device_name()
-                    settings = {"max_len": MAX_LEN, "max_running": 256, "max_batch_tokens": 8192}
+                    settings = {"small": arguments.small, "max_batch_tokens": 8192}
                     write(arguments.json, report("prefill-steps", machine, rows, settings))
 
 

@@ -10,10 +10,10 @@ Waiting: an urgent request under `priority` that does not fit, half of the runni
 under `fcfs` that is cached but does not fit; and aborts of waiting requests, newest first. Here the processor time of
 this thread counts, and each step runs once. Equal prompts: tokens computed and blocks held.
 
---drafts K: steady decode where each sequence has K drafts in each step, of which half are accepted, proposed by a
-speculator on the host or on the device, and chosen by DraftLengths ("auto") or not. No step is then in flight while the
-next is planned. The speculator's own time is that of returning a list. "learn" is what DraftLengths does while the
-device works.
+--drafts K: steady decode where each sequence has K drafts in each step, of which half, rounded up, are accepted,
+proposed by a speculator on the host or on the device, and chosen by DraftLengths ("auto") or not. No step is then in
+flight while the next is planned. The speculator's own time is that of returning a list. "learn" is what DraftLengths
+does while the device works.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ class Loop:
 
 
 def answer(step: Step) -> StepResult:
-    """A result with one token per sequence that samples, and half of the drafts; no token ends a request."""
+    """A result with one token per sequence that samples, and half of the drafts, rounded up. No token ends a
+    request."""
     row = (7,) * (len(step.decodes) + sum(chunk.sample for chunk in step.chunks))
     verified = tuple((*part.tokens[1 : len(part.tokens) // 2 + 1], 7) for part in step.drafts)
     proposals = ((7,) * step.propose,) * (len(row) + len(step.drafts)) if step.propose else ()

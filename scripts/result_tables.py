@@ -116,7 +116,13 @@ def methods_tables() -> str:
             for metric, case, unit in dict.fromkeys(key[:3] for key in values)
             if metric in metrics and not (metric == metrics[2] and case.startswith("batch"))
         ]
-        parts.append(f"### {title}\n\n{where(reports['bfloat16'])}\n\n{table(('', *reports), rows)}")
+        commits = {method: report["commit"][:8] for method, report in reports.items()}
+        measured = where(reports["bfloat16"])
+        if len(set(commits.values())) > 1:
+            first = commits["bfloat16"]
+            others = [f"{method} {commit}" for method, commit in commits.items() if commit != first]
+            measured = f"{measured.removesuffix('.')}; {', '.join(others)}."
+        parts.append(f"### {title}\n\n{measured}\n\n{table(('', *reports), rows)}")
     text = "The same workloads as in [performance](performance.md), next to vLLM and SGLang."
     return section("Speed by method", text, parts)
 

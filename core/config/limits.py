@@ -151,10 +151,6 @@ def check_together(config: EngineConfig, complain: Callable[[str, str], None]) -
             "executor.max_graph_tokens",
             f"steps with prefill have no graphs (executor.graphs is {config.executor.graphs}); leave out one of them",
         )
-    elif 0 < config.executor.max_graph_tokens < 64:
-        complain(
-            "executor.max_graph_tokens", "the smallest graph is of 64 tokens; give at least 64, or graphs = decode"
-        )
     if not config.server.host:
         complain("server.host", "the address is empty; use 127.0.0.1, or 0.0.0.0 for all interfaces")
     if config.server.uds and (config.server.host, config.server.port) != (ServerConfig().host, ServerConfig().port):

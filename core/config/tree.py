@@ -179,8 +179,8 @@ class ExecutorConfig:
     )
     max_graph_tokens: int = setting(
         0,
-        "Tokens of the largest step with prefill that has piecewise CUDA graphs. 0: those of a step that takes the"
-        " device as long as the host takes to launch its kernels one by one, measured at the start, and at least 1024.",
+        "Maximum tokens of a step with prefill that is replayed as piecewise CUDA graphs. 0: chosen at the start, at"
+        " least 1024: the size from which on a step takes the device longer than the host takes to launch its kernels.",
         flag="--max-graph-tokens",
     )
 

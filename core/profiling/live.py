@@ -115,7 +115,8 @@ class StepMeter:
             self._per_flop = 1 / peaks.flops
             self._per_flop8 = 1 / (peaks.flops8 or peaks.flops)
         self.contexts = ContextSums(self._cost.windows)
-        """Context sums of the decoding sequences; to be updated whenever a sequence is added or removed."""
+        """Context sums of the decoding sequences; to be updated whenever a sequence is added or removed, or has
+        accepted drafts."""
         self._clock = clock
         self._decodes: tuple[list[int], list[int]] = ([], [])
         self._sums: dict[StepKind, _Sums] = {}

@@ -25,7 +25,7 @@ def batch_sizes(max_running: int) -> list[int]:
 
 
 def token_counts(max_tokens: int) -> list[int]:
-    """Numbers of tokens to capture steps for, up to `max_tokens`.
+    """Numbers of tokens to capture steps for, the last of them `max_tokens`.
 
     A step is padded by less than 64 tokens up to 512, by less than 128 up to 2,048, and by less than an eighth beyond.
     """
@@ -33,26 +33,29 @@ def token_counts(max_tokens: int) -> list[int]:
     while counts[-1] < max_tokens:
         power = 1 << counts[-1].bit_length() - 1
         counts.append(counts[-1] + max(power // 8, 128))
-    return [count for count in counts if count <= max_tokens]
+    return [count for count in counts if count < max_tokens] + [max_tokens]
 
 
-def graph_tokens(tokens: int, launch_seconds: float, seconds: float) -> int:
+def find_max_graph_tokens(tokens: int, launch_seconds: float, seconds: float) -> int:
     """Number of tokens up to which a step is faster as piecewise graphs than launched kernel by kernel.
 
-    tokens, launch_seconds, seconds: of a step without graphs, the time of the host for its launches, and the time until
-    its result. The device's time is taken to be proportional to the tokens. A step of more tokens than the result keeps
-    the device busy for longer than the host takes to launch its kernels, and needs no padding without graphs. The host
-    plans steps too, for which a tenth is added.
+    A step of `tokens` tokens was run without graphs. launch_seconds: the host's time for its launches. seconds: the
+    time until its result.
+
+    The device's time is taken to be proportional to the tokens. A larger step than the result keeps the device busy for
+    longer than the host takes to launch its kernels, and needs no padding without graphs. The host plans steps too, for
+    which a tenth is added.
     """
-    return max(MIN_GRAPH_TOKENS, min(tokens, int(1.1 * tokens * launch_seconds / seconds)))
+    found = int(1.1 * tokens * launch_seconds / seconds) // 64 * 64
+    return min(tokens, max(MIN_GRAPH_TOKENS, found))
 
 
-def larger_graphs(max_tokens: int, step_tokens: int) -> float:
-    """Memory of the graphs beyond MIN_GRAPH_TOKENS, as a share of a step of `step_tokens`, the largest, without graphs.
+def extra_graph_memory(max_graph_tokens: int, step_tokens: int) -> float:
+    """Memory of the graphs beyond MIN_GRAPH_TOKENS, as a share of the memory of a step of `step_tokens` tokens.
 
-    All graphs together take the memory of the largest, of `max_tokens`. 0 if every step has graphs, and none without.
+    All graphs together take the memory of the largest.
     """
-    return max(max_tokens - MIN_GRAPH_TOKENS, 0) / step_tokens if max_tokens < step_tokens else 0.0
+    return max(max_graph_tokens - MIN_GRAPH_TOKENS, 0) / step_tokens
 
 
 def recorded_sizes(sizes: Sequence[int], all_up_to: int) -> list[int]:

@@ -42,7 +42,7 @@ from engine.core.quant.base import QuantMethod
 from engine.core.quant.float8 import KVScales
 from engine.core.runner.device_state import DeviceState, GroupState
 from engine.core.runner.first_uses import FirstUses
-from engine.core.runner.graph_sizes import MIN_GRAPH_TOKENS, larger_graphs
+from engine.core.runner.graph_sizes import MIN_GRAPH_TOKENS, extra_graph_memory
 from engine.core.runner.memory import (
     MemoryPlan,
     estimate_activations,
@@ -56,7 +56,7 @@ from engine.core.runner.memory import (
 from engine.core.runner.persistent_batch import PersistentBatch
 from engine.core.runner.start_graphs import GraphStart
 from engine.core.runner.step import StepLauncher, enter_device
-from engine.core.runner.trial_step import StepCost, TrialStep, full_step
+from engine.core.runner.trial_step import TrialResult, TrialStep, full_step
 from engine.core.runner.warm_up import MAX_KERNEL_ROWS, warm_up_sampling, warm_up_verification
 from engine.core.sampling.sampler import Sampler
 from engine.core.sampling.token_counts import TokenCounts
@@ -160,23 +160,24 @@ class RunnerStart:
                 tune_first_rank_first(self._config, self._group, self.factories)
         weights = layers.nbytes + (0 if self._drafter is None else self._drafter.nbytes)
         with phases.phase("memory"):
-            cost = self._measure_step(model, kv_scales)
+            trial = self._measure_step(model, kv_scales)
         shapes = frozenset[tuple[int, ...]]().union(*(factory.packed_shapes for factory in self.factories))
         kernels = kernel_bytes(len(shapes), self._config.scheduler.max_batch_tokens)
-        plan = self._plan_memory(free, weights, cost.activations, kernels)
+        plan = self._plan_memory(free, weights, trial.activations, kernels)
         num_blocks = self._group.minimum(plan.num_blocks)  # the blocks of a step exist on all ranks
         try:
             with phases.phase("kv_cache"):
                 state = self._make_state(model, num_blocks, kv_scales)
             with phases.phase("graphs"), self._name_fault("the capture of CUDA graphs"):
-                graphs = self._graphs.capture(state, phases, cost.graph_tokens)
+                graphs = self._graphs.capture(state, phases, trial.max_graph_tokens)
             if self._device.type == "cuda":
                 with phases.phase("warm_up"), self._name_fault("the warm-up"):
                     self._warm_up(state)
         except torch.OutOfMemoryError as error:
             sizes = {"KV cache": plan.kv, "states": plan.states}
             caches = ", ".join(f"the {name} of {format_bytes(size)}" for name, size in sizes.items() if size)
-            settings = "--memory-fraction, --kv-memory or --max-running" if plan.kv else "--max-running"
+            settings = "--memory-fraction, --kv-memory, --max-graph-tokens or --max-running"
+            settings = settings if plan.kv else "--max-graph-tokens or --max-running"
             raise CapacityError(
                 f"{caches} and the CUDA graphs do not fit on {self._name} together; use a lower {settings}"
             ) from error
@@ -225,20 +226,20 @@ class RunnerStart:
         """Where the weights come from. Raises CheckpointError if a file is missing or damaged."""
         return weight_source(self._checkpoint, self._config.model)
 
-    def _measure_step(self, model: Model, kv_scales: tuple[KVScales, ...]) -> StepCost:
+    def _measure_step(self, model: Model, kv_scales: tuple[KVScales, ...]) -> TrialResult:
         """What a full step needs on top of the weights: measured on a GPU, estimated on a CPU.
 
-        The measured step has few sequences; the logits of a full batch are added, and the intermediate results of
-        CUDA graphs that are larger than usual. The usual ones and the workspaces of attention use the memory that the
-        memory fraction leaves free.
+        The measured step has few sequences; the logits of a full batch are added, and what CUDA graphs of more than
+        MIN_GRAPH_TOKENS tokens hold. Smaller graphs and the workspaces of attention use the memory that the memory
+        fraction leaves free.
         """
-        given = self._config.executor.max_graph_tokens
+        tokens = self._trial.tokens
+        given = min(self._config.executor.max_graph_tokens, tokens)
         if self._device.type == "cpu":
             estimate = estimate_activations(self._model_spec, self._config, self._dtype, speculates=self._speculates)
-            return StepCost(activations=estimate, graph_tokens=given or MIN_GRAPH_TOKENS)
-        tokens = self._trial.tokens
+            return TrialResult(activations=estimate, max_graph_tokens=given or min(MIN_GRAPH_TOKENS, tokens))
         try:
-            cost = self._run_trial_step(model, kv_scales)
+            found, captures = self._run_trial_step(model, kv_scales)
         except torch.OutOfMemoryError as error:
             states, fewer = "", ""
             if self.layout.states:
@@ -251,16 +252,21 @@ class RunnerStart:
                 f"use a lower --max-batch-tokens{fewer} or a smaller model"
             ) from error
         torch.cuda.empty_cache()
-        most = given or -self._group.minimum(-cost.graph_tokens)  # the largest: a rank with a slow host delays all
+        largest = given if captures else 0
+        if captures and not given:
+            # The largest of all ranks': a rank with a slow host delays all.
+            largest = -self._group.minimum(-found.max_graph_tokens)
         rows = min(max_sampling_rows(self._config, speculates=self._speculates), tokens)
-        activations = cost.activations * (1 + larger_graphs(most, tokens))
-        return StepCost(activations=int(activations) + logits_bytes(self._model_spec, rows), graph_tokens=most)
+        activations = int(found.activations * (1 + extra_graph_memory(largest, tokens)))
+        return TrialResult(activations=activations + logits_bytes(self._model_spec, rows), max_graph_tokens=largest)
 
-    def _run_trial_step(self, model: Model, kv_scales: tuple[KVScales, ...]) -> StepCost:
-        """What a full step needs, run on a device state of its own, which is then freed."""
+    def _run_trial_step(self, model: Model, kv_scales: tuple[KVScales, ...]) -> tuple[TrialResult, bool]:
+        """What a full step needs, run on a device state of its own, which is then freed; and whether steps with prefill
+        chunks will have graphs."""
         state = self._make_state(model, self._trial.num_blocks, kv_scales)
-        timed = not self._config.executor.max_graph_tokens and self._graphs.captures_prefill(state)
-        return self._trial.measure(state, timed=timed)
+        captures = self._graphs.captures_prefill(state)
+        timed = captures and not self._config.executor.max_graph_tokens
+        return self._trial.measure(state, timed=timed), captures
 
     @cached_property
     def _trial(self) -> TrialStep:
@@ -276,8 +282,8 @@ class RunnerStart:
         """Launch the kernels of the rest of the start, on a device state of its own, which is then freed."""
         state = self._make_state(model, self._trial.num_blocks, kv_scales)
         launcher = self._trial.run_untimed(state)
-        most = self._config.executor.max_graph_tokens or self._config.scheduler.max_batch_tokens
-        graphs, _ = self._graphs.make(state, most)
+        tokens = self._trial.tokens
+        graphs, _ = self._graphs.make(state, min(self._config.executor.max_graph_tokens or tokens, tokens))
         if graphs.decode is not None:
             graphs.decode.run_without_graphs()
         if graphs.piecewise is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from engine.core.runner.device_state import DeviceState
     from engine.core.runner.graph_capture import GraphCapturer
     from engine.core.startup import Phases
+
+log = logging.getLogger(__name__)
 
 
 @frozen(kw_only=True)
@@ -70,8 +73,7 @@ class GraphStart:
         )
         if not self.captures_prefill(state):
             return StepGraphs(decode=decode), capturer
-        most = min(max_tokens, scheduler.max_batch_tokens)
-        piecewise = PiecewiseGraphs(state, capturer, max_tokens=most, device=device)
+        piecewise = PiecewiseGraphs(state, capturer, max_tokens=max_tokens, device=device)
         return StepGraphs(decode=decode, piecewise=piecewise), capturer
 
     def capture(self, state: DeviceState, phases: Phases, max_tokens: int) -> StepGraphs:
@@ -79,6 +81,8 @@ class GraphStart:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # a capture cannot reclaim the memory that the allocator caches
         graphs, capturer = self.make(state, max_tokens)
+        if graphs.piecewise is None and self.config.executor.max_graph_tokens:
+            log.warning("executor.max_graph_tokens has no effect: steps with prefill run without CUDA graphs here")
         if graphs.decode is None or capturer is None:
             return graphs
         graphs.decode.capture_all(lambda done, total: phases.progress(done, total, "decode graphs"))

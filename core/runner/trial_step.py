@@ -13,20 +13,23 @@ from engine.core.config.tree import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
 from engine.core.runner.device_state import DeviceState, StepGraphs
-from engine.core.runner.graph_sizes import MIN_GRAPH_TOKENS, graph_tokens
+from engine.core.runner.graph_sizes import find_max_graph_tokens
 from engine.core.runner.step import StepLauncher
 from engine.core.schedulers.prompt_step import prompt_step
 from engine.core.types import NO_TOKEN, BlockKind, Step
 
+TIMED_RUNS = 2
+"""Timed runs of the step; the shortest times count, since anything else on the host makes one longer."""
+
 
 @frozen(kw_only=True)
-class StepCost:
+class TrialResult:
     """What a full step needs."""
 
     activations: int
     """Peak bytes of its intermediate results."""
-    graph_tokens: int = MIN_GRAPH_TOKENS
-    """Number of tokens up to which a step is faster as piecewise graphs."""
+    max_graph_tokens: int = 0
+    """Number of tokens up to which a step is faster as piecewise graphs; 0: not measured."""
 
 
 @frozen(kw_only=True)
@@ -57,10 +60,10 @@ class TrialStep:
         self._forget(launcher)
         return launcher
 
-    def measure(self, state: DeviceState, *, timed: bool) -> StepCost:
+    def measure(self, state: DeviceState, *, timed: bool) -> TrialResult:
         """Run the step on a GPU, on a device state with `num_blocks` blocks.
 
-        timed: run it a second time, when all kernels are compiled and loaded, to find how many tokens graphs are for.
+        timed: run it again, when all kernels are compiled and loaded, to find up to which size graphs are faster.
         Raises CheckpointError if the logits are not finite.
         """
         name = self.device.torch_name
@@ -74,17 +77,22 @@ class TrialStep:
                 "the logits of the first step are not finite (NaN or infinite); the weights may be damaged, or the "
                 f"numbers outgrow this dtype: try bfloat16 or float32{self.not_built_in}"
             )
-        cost = StepCost(activations=torch.cuda.max_memory_allocated(name) - before)
-        return evolve(cost, graph_tokens=self._time(launcher)) if timed else cost
+        found = TrialResult(activations=torch.cuda.max_memory_allocated(name) - before)
+        if not timed:
+            return found
+        with self.name_fault("the first steps"):
+            runs = [self._time(launcher) for _ in range(TIMED_RUNS)]
+        launch, seconds = min(one for one, _ in runs), min(one for _, one in runs)
+        return evolve(found, max_graph_tokens=find_max_graph_tokens(self.tokens, launch, seconds))
 
-    def _time(self, launcher: StepLauncher) -> int:
-        """Run the step once more; the number of tokens up to which graphs are faster."""
+    def _time(self, launcher: StepLauncher) -> tuple[float, float]:
+        """Run the step once more; the seconds of its launches, and those until its result."""
         self._forget(launcher)
         begin = time.perf_counter()
         pending = launcher.launch(self.step)
         launched = time.perf_counter()
         pending.result()
-        return graph_tokens(self.tokens, launched - begin, time.perf_counter() - begin)
+        return launched - begin, time.perf_counter() - begin
 
     def _forget(self, launcher: StepLauncher) -> None:
         finished = tuple(new.sequence for new in self.step.new)

@@ -37,12 +37,14 @@ class DecodeSet:
         """Number of active sequences."""
         return len(self._active)
 
-    def members(self, apart: Collection[int] = ()) -> tuple[tuple[int, ...], tuple[RequestState, ...]]:
-        """The active sequences but those of the numbers `apart`, as numbers and as requests; the same tuple objects as
-        at the last call if they are the same."""
-        if self._changed or apart:
-            self._changed = bool(apart)
-            numbers = tuple([number for number in self._active if number not in apart])
+    def members(self, excluding: Collection[int] = ()) -> tuple[tuple[int, ...], tuple[RequestState, ...]]:
+        """The active sequences but those of the numbers `excluding`, as numbers and as requests.
+
+        Returns the tuple objects of the last call if the sequences are the same.
+        """
+        if self._changed or excluding:
+            self._changed = bool(excluding)
+            numbers = tuple([number for number in self._active if number not in excluding])
             if numbers != self._numbers:
                 self._numbers = numbers
                 self._states = tuple([self._active[number] for number in numbers])

@@ -58,7 +58,7 @@ class Drafting:
         self._planned: list[tuple[RequestState, tuple[int, ...]]] = []
         """Drafts of the step being planned."""
         self._last_drafted: tuple[int, ...] = ()
-        """Sequences with drafts in the last step planned: how many were accepted, the runner does not know."""
+        """Sequences with drafts in the last step planned. The runner does not know how many were accepted."""
         self._verified = [0] * (self._max_drafts + 1)
         """By number of drafts, how often a slice of that many was verified."""
         self._accepted = [0] * (self._max_drafts + 1)
@@ -192,7 +192,8 @@ class Drafting:
         states: the requests that sampled in the step. proposals: StepResult.proposals.
         """
         if self._device is not None:
-            # A request that has ended stays until the next step: none of its name decodes before that.
+            # Proposals for a request that has ended stay until the next commit. No other request with its id decodes
+            # before that.
             self._device.receive(dict(zip([state.id for state in states], proposals, strict=False)))
 
     def take_positions(self, drafted: Collection[int]) -> tuple[tuple[int, int], ...]:
@@ -213,12 +214,12 @@ class Drafting:
         for state, part, tokens in zip(states, slices, verified, strict=True):
             if state.finished:
                 continue
-            count, right = len(part.tokens) - 1, len(tokens) - 1
-            if right:
-                accepted.append((state, right))
+            count, num_accepted = len(part.tokens) - 1, len(tokens) - 1
+            if num_accepted:
+                accepted.append((state, num_accepted))
             self._verified[count] += 1
-            self._accepted[right] += 1
-            outcomes.append((state.id, count, right))
+            self._accepted[num_accepted] += 1
+            outcomes.append((state.id, count, num_accepted))
             proposals = self._requests[state.id]
             if proposals.learns:
                 proposals.learn(count, tokens)

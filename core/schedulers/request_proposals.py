@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class RequestProposals:
-    """Asks the speculator only where the request's own prediction proposes nothing. The request's grammar cuts either
+    """The proposals for one request.
+
+    The speculator is asked only where the request's own prediction proposes nothing. The request's grammar cuts either
     proposal at the first token that it refuses, or replaces it by the tokens that it forces, if these are more.
 
     learns: whether `learn` has an effect.

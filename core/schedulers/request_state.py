@@ -140,7 +140,8 @@ class RequestState:
 
     @property
     def context_offset(self) -> int:
-        """Tokens computed before an iteration, minus the iteration's number; only while decoding, and constant then."""
+        """Tokens computed before an iteration, minus the iteration's number; only while decoding. Only accepted drafts
+        change it."""
         return self._computed - self._decoding_since
 
     @property

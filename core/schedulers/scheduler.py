@@ -17,7 +17,8 @@ Invariants:
 - A decoding sequence has room in its blocks for the next token before each step that includes it. The iteration at
   which its blocks are full is known in advance, as its next event. So planning looks only at sequences with an event,
   prefilling ones and waiting ones, not at every decoding sequence.
-- Drafts are planned when no step is in flight, and no step is planned while one with drafts is. Accepted drafts are
+- Drafts are planned when no step is in flight, and no step is planned while a step with drafts is in
+  flight. Accepted drafts are
   tokens in addition to that of the iteration (`Drafting`); blocks of rejected drafts are freed, and no block with an
   unverified token is shared.
 - Committing a result only appends tokens, until a token finishes the request (`finish_len`) or fills a block
@@ -307,7 +308,7 @@ class Scheduler:
         if self._drafting is not None:
             drafted, slices = self._drafting.take_slices()
         iterations = 1 if slices else self._planner.iterations()
-        numbers, decodes = queues.decoding.members(apart=drafted)
+        numbers, decodes = queues.decoding.members(excluding=drafted)
         if self._meter is not None:
             self._meter.count_decodes(counter.iterations, iterations)
         counter.steps_planned += 1

@@ -216,7 +216,8 @@ class Connection(HttpProtocol):
         its data is not waited for.
         """
         super().shutdown()
-        self._schedule_end_check(MIN_END_CHECK, False)
+        if self.scheme == "https":
+            self._schedule_end_check(MIN_END_CHECK, False)
 
     def timeout_keep_alive_handler(self) -> None:
         """Do nothing: `check_time` closes idle connections, also those that have never sent a request."""
@@ -269,7 +270,7 @@ class Connection(HttpProtocol):
         """Abort the connection if it is closing and the client has all its data; checks again after `seconds`.
 
         had_all: whether the client had all at the last check. Twice, since what TLS has encrypted may wait in the event
-        loop, which counts nowhere; between two checks the loop passes it to the kernel, if the kernel has room.
+        loop, which no counter includes; between two checks the loop passes it to the kernel, if the kernel has room.
         """
         has_all = self.transport.is_closing() and not self._count_unread()
         if has_all and had_all:

@@ -285,7 +285,6 @@ def test_all_that_is_wrong_is_said_at_once_even_if_overridden(write: WriteFile) 
             {"executor.max_graph_tokens": "2048", "executor.graphs": "off"},
             r"--max-graph-tokens: steps with prefill have no graphs \(executor.graphs is off\); leave out one",
         ),
-        ({"executor.max_graph_tokens": "5"}, "--max-graph-tokens: the smallest graph is of 64 tokens"),
         ({"cache.metrics_sample": "0.5"}, "--kv-metrics-sample: it has no effect without cache.metrics; give that"),
         ({"kv_events.topic": "a"}, "--kv-events-topic: it has no effect without kv_events.endpoint; give that too"),
         ({"kv_events.max_queue": "5"}, r"kv_events.max_queue.*: it has no effect without kv_events.endpoint"),

@@ -133,7 +133,7 @@ def test_sums_equal_a_count_of_every_sequence_under_preemption_and_multi_step(dr
             scheduler.add(Request(id=str(number), prompt=prompt, params=params))
         if draw.random() < 0.05 and scheduler.requests():
             scheduler.abort(draw.choice(scheduler.requests()))
-        step = scheduler.schedule(0.0)
+        step = None if in_flight and scheduler.needs_result() else scheduler.schedule(0.0)
         scheduler.check()
         if step is not None:
             recount.step(step)
@@ -147,7 +147,8 @@ def test_sums_equal_a_count_of_every_sequence_under_preemption_and_multi_step(dr
             scheduler.commit(oldest, StepResult(step=oldest.id, tokens=rows, verified=verified), 0.0)
     assert not in_flight
     assert scheduler.stats().preemptions
-    assert bool(scheduler.stats().speculation) == drafts
+    speculation = scheduler.stats().speculation
+    assert (speculation is not None and sum(speculation.accepted) > 0) == drafts
     assert recount.iterations == 3
     totals = meter.totals()
     assert [work.kind for work in totals] == ["decode", "mixed", "prefill"]

@@ -23,7 +23,7 @@ from engine.core.runner import lap_timer, start, trial_step
 from engine.core.runner.lap_timer import LapTimer
 from engine.core.runner.runner import Runner
 from engine.core.runner.step import StepLauncher
-from engine.core.runner.trial_step import StepCost, TrialStep
+from engine.core.runner.trial_step import TrialResult, TrialStep
 from engine.core.schedulers.prompt_step import prompt_step
 from engine.core.startup import Phases
 from engine.core.types import Step
@@ -95,7 +95,7 @@ def test_the_trial_step_frees_its_device_state(engine: Engine, monkeypatch: pyte
         phases = Phases()
         with phases.phase("weights"):
             started._load_weights(layers, phases)
-        assert started._run_trial_step(model, ()) == StepCost(activations=1000)
+        assert started._run_trial_step(model, ()) == (TrialResult(activations=1000), False)
     assert [pool() for pool in pools] == [None]
     assert lengths == [32, 8]
 
@@ -126,23 +126,40 @@ def test_a_timed_trial_step_is_run_again_to_find_the_tokens_of_graphs(
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
     step = prompt_step([4096] * 4, [], 16)
     trial = TrialStep(step=step, device=CPU, name_fault=lambda call: nullcontext(), not_built_in="")
-    cost = trial.measure(SimpleNamespace(), timed=True)  # type: ignore[arg-type]
-    assert len(launched) == 2
-    assert cost.graph_tokens == int(1.1 * 4 * 4096 / 5)
+    found = trial.measure(SimpleNamespace(), timed=True)  # type: ignore[arg-type]
+    assert len(launched) == 3
+    assert found.max_graph_tokens == 3584  # 1.1 / 5 of 16,384, in whole 64
 
 
-def test_all_ranks_capture_the_steps_that_the_slowest_host_needs(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("given", "captures", "expected", "activations"),
+    [
+        (0, True, 5000, 1000 + 1000 * (5000 - 1024) // 8192),  # of the slowest host: an all-reduce waits for it
+        (0, False, 0, 1000),
+        (3072, True, 3072, 1250),
+        (3072, False, 0, 1000),
+        (20_000, True, 8192, 1875),  # no step is larger
+    ],
+)
+def test_memory_is_planned_for_the_largest_graph_that_will_be_captured(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, given: int, captures: bool, expected: int, activations: int
 ) -> None:
-    """An all-reduce waits for the rank that launches last."""
-    checkpoint = Checkpoint.open(Path(engine.config.model.path))
-    started = start.RunnerStart(engine.config, engine.parts, checkpoint, CPU, group=None)
-    slowest = 5000
-    monkeypatch.setattr(started._group, "minimum", lambda number: min(number, -slowest))
+    config = evolve(
+        engine.config,
+        model=evolve(engine.config.model, max_len=32),
+        scheduler=evolve(engine.config.scheduler, max_batch_tokens=8192, max_running=256),
+        executor=evolve(engine.config.executor, max_graph_tokens=given),
+    )
+    started = start.RunnerStart(config, engine.parts, Checkpoint.open(Path(config.model.path)), CPU, group=None)
+    found = TrialResult(activations=1000, max_graph_tokens=3000 if captures and not given else 0)
+    monkeypatch.setattr(started._group, "minimum", lambda number: min(number, -5000))
     monkeypatch.setattr(started, "_device", DeviceInfo(type="cuda"))
-    monkeypatch.setattr(started, "_run_trial_step", lambda *_: StepCost(activations=0, graph_tokens=3000))
+    monkeypatch.setattr(started, "_run_trial_step", lambda *_: (found, captures))
+    monkeypatch.setattr(start, "logits_bytes", lambda *_: 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    assert started._measure_step(engine, ()).graph_tokens == slowest  # type: ignore[arg-type]
+    assert started._measure_step(engine, ()) == TrialResult(  # type: ignore[arg-type]
+        activations=activations, max_graph_tokens=expected
+    )
 
 
 def test_lap_timer_adds_up_to_the_time_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
