@@ -67,16 +67,16 @@ def test_members_returns_the_same_objects_while_nothing_changes(counter: StepCou
     assert decoding.members() == ((2,), (second,))
 
 
-def test_members_apart_from_some_are_the_same_objects_as_before_if_they_are_equal(
+def test_members_excluding_some_are_the_same_objects_as_before_if_they_are_equal(
     counter: StepCounter, decoding: DecodeSet
 ) -> None:
     first, second = sequence(counter, 1), sequence(counter, 2)
     decoding.add(first)
     decoding.add(second)
     all_members = decoding.members()
-    before = decoding.members(apart={1})
+    before = decoding.members(excluding={1})
     assert before == ((2,), (second,))
-    assert all(now is old for now, old in zip(decoding.members(apart={1}), before, strict=True))
+    assert all(now is old for now, old in zip(decoding.members(excluding={1}), before, strict=True))
     assert decoding.members() == all_members
 
 
