@@ -266,7 +266,7 @@ class RunnerStart:
         state = self._make_state(model, self._trial.num_blocks, kv_scales)
         captures = self._graphs.captures_prefill(state)
         timed = captures and not self._config.executor.max_graph_tokens
-        return self._trial.measure(state, timed=timed), captures
+        return self._trial.measure(state, self._name_fault, timed=timed), captures
 
     @cached_property
     def _trial(self) -> TrialStep:
@@ -274,7 +274,6 @@ class RunnerStart:
         return TrialStep(
             step=full_step(self._config, max_len, kinds, block_size, propose=self._drafter is not None),
             device=self._device,
-            name_fault=self._name_fault,
             not_built_in=self._parts.not_built_in,
         )
 

@@ -38,8 +38,6 @@ class TrialStep:
 
     step: Step
     device: DeviceInfo
-    name_fault: Callable[[str], AbstractContextManager[None]]
-    """Names the plugin that raises in its `with` block."""
     not_built_in: str
     """Says in an error which plugins are not built in; empty if all are."""
 
@@ -60,9 +58,12 @@ class TrialStep:
         self._forget(launcher)
         return launcher
 
-    def measure(self, state: DeviceState, *, timed: bool) -> TrialResult:
+    def measure(
+        self, state: DeviceState, name_fault: Callable[[str], AbstractContextManager[None]], *, timed: bool
+    ) -> TrialResult:
         """Run the step on a GPU, on a device state with `num_blocks` blocks.
 
+        name_fault: names the plugin that raises in its `with` block.
         timed: run it again, when all kernels are compiled and loaded, to find up to which size graphs are faster.
         Raises CheckpointError if the logits are not finite.
         """
@@ -70,7 +71,7 @@ class TrialStep:
         torch.cuda.reset_peak_memory_stats(name)
         before = torch.cuda.memory_allocated(name)
         launcher = StepLauncher(self.device, state, StepGraphs())
-        with self.name_fault("the first step"):
+        with name_fault("the first step"):
             result = launcher.launch(self.step).result()
         if any(NO_TOKEN in tokens for tokens in result.tokens):
             raise CheckpointError(
@@ -80,7 +81,7 @@ class TrialStep:
         found = TrialResult(activations=torch.cuda.max_memory_allocated(name) - before)
         if not timed:
             return found
-        with self.name_fault("the first steps"):
+        with name_fault("the first steps"):
             runs = [self._time(launcher) for _ in range(TIMED_RUNS)]
         launch, seconds = min(one for one, _ in runs), min(one for _, one in runs)
         return evolve(found, max_graph_tokens=find_max_graph_tokens(self.tokens, launch, seconds))

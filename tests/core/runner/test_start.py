@@ -125,8 +125,8 @@ def test_a_timed_trial_step_is_run_again_to_find_the_tokens_of_graphs(
     for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
     step = prompt_step([4096] * 4, [], 16)
-    trial = TrialStep(step=step, device=CPU, name_fault=lambda call: nullcontext(), not_built_in="")
-    found = trial.measure(SimpleNamespace(), timed=True)  # type: ignore[arg-type]
+    trial = TrialStep(step=step, device=CPU, not_built_in="")
+    found = trial.measure(SimpleNamespace(), lambda call: nullcontext(), timed=True)  # type: ignore[arg-type]
     assert len(launched) == 3
     assert found.max_graph_tokens == 3584  # 1.1 / 5 of 16,384, in whole 64
 
