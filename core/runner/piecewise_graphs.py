@@ -78,7 +78,7 @@ class PiecewiseGraphs:
         self._attention = state.attention
         self._capturer = capturer
         self._counts = token_counts(max_tokens)
-        self.max_tokens = self._counts[-1] if self._counts else 0
+        self.max_tokens = max_tokens
         """Maximum tokens of a step that `run` accepts."""
         scratch = state.pool.scratch_block * state.pool.block_size
         self._tokens = torch.zeros(self.max_tokens, dtype=torch.int64, device=device)

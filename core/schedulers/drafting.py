@@ -130,8 +130,7 @@ class Drafting:
         drafted: dict[int, RequestState] = {}
         slices: list[DraftSlice] = []
         for state, drafts in self._planned:
-            number, output = state.sequence, state.output
-            position = state.prompt_len + len(output) - 1
+            number, position = state.sequence, state.last_position
             wanted = position + 1 + len(drafts)
             if wanted > state.capacity:
                 blocks.extend(number, wanted, position)
@@ -139,7 +138,7 @@ class Drafting:
                 decoding.schedule_event(state)
             if room := state.capacity - position - 1:
                 drafted[number] = state
-                slices.append(DraftSlice(number, position, (output[-1], *drafts[:room])))
+                slices.append(DraftSlice(number, position, (state.output[-1], *drafts[:room])))
         self._planned = []
         return drafted, tuple(slices)
 

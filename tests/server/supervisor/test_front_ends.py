@@ -71,7 +71,7 @@ def test_connections_spread_evenly_and_metrics_add_up(serve_fake: Serve, gate: A
             seen: list[dict[str, float]] = []
 
             def are_equal() -> bool:
-                """Soon: each front end hears from the engine by itself, and may collect garbage in between."""
+                """Soon: each front end hears from the engine separately, and may collect garbage in between."""
                 seen[:] = [server.metrics(client.get) for client in clients]
                 first, second = (
                     {name: value for name, value in each.items() if not name.startswith("process_")} for each in seen
