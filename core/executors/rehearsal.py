@@ -9,7 +9,7 @@ from engine.core.errors import CheckpointError, ExecutorError, StepFaultError
 from engine.core.executors.base import Executor, Health
 from engine.core.plugin_host.faults import PluginCall, expect, name_fault, shown
 from engine.core.schedulers.block_kinds import longest_context, num_indices
-from engine.core.schedulers.prompt_step import SEQUENCE, STEP, chunked_prompt_steps, prompt_step
+from engine.core.schedulers.prompt_step import SEQUENCE, STEP, chunked_prompt_steps, prompt_step, rehearsed_tokens
 from engine.core.types import NO_TOKEN, CacheInfo, Step, StepResult
 
 
@@ -26,7 +26,7 @@ def rehearse(
     full: bool,
     propose: int = 0,
 ) -> None:
-    """Run a prompt in two chunks and one decode step, on all ranks, and check every answer of the executor.
+    """Run a prompt in three chunks and one decode step, on all ranks, and check every answer of the executor.
 
     The steps compute sequences that no scheduler knows. A last step, of nothing else, makes the runner forget them;
     what remains are keys and values in blocks that are free.
@@ -37,7 +37,7 @@ def rehearse(
     Raises CheckpointError, ExecutorError or PluginFaultError for an error that the first request would have met.
     """
     fits = longest_context(cache.kinds, cache.num_blocks, cache.block_size, max_tokens)
-    length = min(cache.block_size + 1, max_len - 1, max_tokens, fits - 1)
+    length = min(rehearsed_tokens(cache.block_size), max_len - 1, max_tokens, fits - 1)
     if length < 1:
         return  # there is no room for a prompt and a token
     steps = chunked_prompt_steps(length, cache.kinds, cache.block_size, propose=propose)

@@ -60,7 +60,7 @@ from engine.core.runner.trial_step import TrialResult, TrialStep, full_step
 from engine.core.runner.warm_up import MAX_KERNEL_ROWS, warm_up_sampling, warm_up_verification
 from engine.core.sampling.sampler import Sampler
 from engine.core.sampling.token_counts import TokenCounts
-from engine.core.schedulers.prompt_step import chunked_prompt_steps
+from engine.core.schedulers.prompt_step import chunked_prompt_steps, rehearsed_tokens
 from engine.core.startup import Phases
 from engine.core.types import CacheInfo
 from engine.core.weights.checkpoint import Checkpoint
@@ -288,7 +288,9 @@ class RunnerStart:
         if graphs.piecewise is not None:
             graphs.piecewise.run_all_without_graphs()
         self._warm_up(state)
-        for step in chunked_prompt_steps(self._spec.block_size, self.layout.kinds, self._spec.block_size):
+        block_size = self._spec.block_size
+        length = max(1, min(rehearsed_tokens(block_size), self._spec.max_len - 1, tokens - 1))
+        for step in chunked_prompt_steps(length, self.layout.kinds, block_size):
             launcher.launch(step)
 
     def _plan_memory(self, free: int, weights: int, activations: int, kernels: int) -> MemoryPlan:

@@ -116,8 +116,12 @@ def paged_decode(
 
 
 def pad_sequences(count: int) -> int:
-    """Pad the number of sequences to one of few sizes, since a kernel is compiled for each."""
-    return 16 if count <= 16 else max(256, triton.next_power_of_2(count))
+    """Pad the number of sequences to one of few sizes, since a kernel is compiled for each.
+
+    32 are one per thread of a warp. Decode graphs of 24 and of 32 sequences use this size, so that the start most
+    likely compiles it for each of the launch parameters up to there.
+    """
+    return 32 if count <= 32 else max(256, triton.next_power_of_2(count))
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_sequences", "num_programs", "window"])

@@ -36,11 +36,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     return seen
 
 
-def test_start_runs_a_prompt_in_two_chunks_and_a_decode_step(make_engine: Any, steps: list[Step]) -> None:
+def test_start_runs_a_prompt_in_three_chunks_and_a_decode_step(make_engine: Any, steps: list[Step]) -> None:
     engine = make_engine()
-    first, second, decode, end = steps
+    first, second, third, decode, end = steps
+    block_size = engine.cache_info.block_size
     assert [(chunk.count, chunk.sample) for chunk in first.chunks] == [(1, False)]
-    assert [(chunk.count, chunk.sample) for chunk in second.chunks] == [(engine.cache_info.block_size, True)]
+    assert [(chunk.count, chunk.sample) for chunk in second.chunks] == [(block_size, False)]
+    assert [(chunk.count, chunk.sample) for chunk in third.chunks] == [(128, True)]
     assert (decode.decodes, decode.chunks) == ((0,), ())
     assert (end.decodes, end.chunks, end.finished) == ((), (), (0,))
     assert "rehearsal" in dict(engine.cache_info.phases)
@@ -83,7 +85,7 @@ def test_rehearsal_leaves_no_state(make_engine: Any, monkeypatch: pytest.MonkeyP
 def test_rehearsal_fits_into_small_limits(make_engine: Any, settings: dict[str, int], steps: list[Step]) -> None:
     make_engine(**settings)
     lengths = [chunk.count for step in steps for chunk in step.chunks]
-    assert lengths == ([1, 1] if "cache__block_size" in settings else [1])
+    assert lengths == ([1, 1, 128] if "cache__block_size" in settings else [1])
 
 
 @pytest.mark.parametrize(
