@@ -131,8 +131,8 @@ def _begin_step(shared, step, HALF: gl.constexpr):
 
 @gluon.jit
 def _soften(
-    qk, m_i, l_i, q_positions, start_n, scale, softcap, window,
-    WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr,
+    qk, m_i, l_i, q_positions, start_n, scale, softcap, window, needs_mask,
+    WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Online softmax as in persistent_prefill, with a scale per row; p, to be rounded to float8, and l_i are 256 times
     as large."""
@@ -140,7 +140,7 @@ def _soften(
     if SOFTCAP:
         qk = capped(qk * gl.expand_dims(scale, 1), softcap)
         factor = gl.full(scale.shape, 1.4426950408889634, gl.float32, scale.type.layout)
-    if MASKED:
+    if needs_mask:
         qk = masked(qk, q_positions, start_n, window, WINDOWED)
     m_new = gl.maximum(m_i, gl.max(qk, 1) * factor)
     p = gl.exp2(qk * gl.expand_dims(factor, 1) - gl.expand_dims(m_new - _LOG2_P_SCALE, 1))
@@ -160,14 +160,16 @@ def _operand(p, acc):
 
 @gluon.jit
 def _advance(
-    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window,
-    HALF: gl.constexpr, WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr,
+    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window, needs_mask,
+    HALF: gl.constexpr, WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Compute a step that is not the last; qk: scores of the previous step, of the block from `start_n` on."""
     _, k_stages, v_stages, _, _, _, free, turn_barriers = shared
     qk_layout: gl.constexpr = qk.type.layout
     acc_layout: gl.constexpr = acc.type.layout
-    p, m_i, l_i, alpha = _soften(qk, m_i, l_i, q_positions, start_n, scale, softcap, window, WINDOWED, SOFTCAP, MASKED)
+    p, m_i, l_i, alpha = _soften(
+        qk, m_i, l_i, q_positions, start_n, scale, softcap, window, needs_mask, WINDOWED, SOFTCAP
+    )
     left = _operand(p, acc)
     no_scores = gl.zeros(qk.shape, gl.float32, qk_layout)
     no_sums = gl.zeros(acc.shape, gl.float32, acc_layout)
@@ -211,7 +213,7 @@ def _attend(
             head = item % KV_HEADS
             begin = find_first_key(first_position, window, WINDOWED) // BLOCK_N * BLOCK_N
             end = first_position + tokens
-            last, whole = key_ranges(begin, end, first_position, BLOCK_N, HALF * HALF_M // GROUP_SIZE, WINDOWED)
+            last, whole = key_ranges(begin, end, first_position, BLOCK_N, HALF * HALF_M // GROUP_SIZE)
             q_positions = first_position + rows // GROUP_SIZE
             # Finite, so that a row that sees no key of a block does not compute inf - inf.
             m_i = gl.full([HALF_M], -1e30, gl.float32, row_layout)
@@ -227,21 +229,30 @@ def _attend(
             qk = warpgroup_mma_wait(0, deps=[qk])
             mbarrier.arrive(free.index(stage), count=1)
             step += 1
-            for start_n in range(begin, whole, BLOCK_N):
-                acc, qk, m_i, l_i = _advance(
-                    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, row_scale, softcap, window,
-                    HALF, WINDOWED, SOFTCAP, False,
-                )  # fmt: skip
-                step += 1
-            for start_n in range(whole, last, BLOCK_N):
-                acc, qk, m_i, l_i = _advance(
-                    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, row_scale, softcap, window,
-                    HALF, WINDOWED, SOFTCAP, True,
-                )  # fmt: skip
-                step += 1
+            if WINDOWED:
+                for start_n in range(begin, last, BLOCK_N):
+                    needs_mask = (start_n >= whole) | (start_n < end - window)
+                    acc, qk, m_i, l_i = _advance(
+                        q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, row_scale, softcap, window,
+                        needs_mask, HALF, WINDOWED, SOFTCAP,
+                    )  # fmt: skip
+                    step += 1
+            else:
+                for start_n in range(begin, whole, BLOCK_N):
+                    acc, qk, m_i, l_i = _advance(
+                        q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, row_scale, softcap, window,
+                        False, HALF, WINDOWED, SOFTCAP,
+                    )  # fmt: skip
+                    step += 1
+                for start_n in range(whole, last, BLOCK_N):
+                    acc, qk, m_i, l_i = _advance(
+                        q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, row_scale, softcap, window,
+                        True, HALF, WINDOWED, SOFTCAP,
+                    )  # fmt: skip
+                    step += 1
             mbarrier.arrive(q_free.index(turn % 2), count=1)
             p, m_i, l_i, alpha = _soften(
-                qk, m_i, l_i, q_positions, last, row_scale, softcap, window, WINDOWED, SOFTCAP, True
+                qk, m_i, l_i, q_positions, last, row_scale, softcap, window, True, WINDOWED, SOFTCAP
             )
             if SINKS:
                 l_i = add_sink(l_i, m_i - _LOG2_P_SCALE, sinks, rows, head, GROUP_SIZE)

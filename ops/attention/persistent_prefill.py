@@ -121,12 +121,12 @@ def _copy(
 
 @gluon.jit
 def _advance(
-    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window,
-    WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr,
+    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window, needs_mask,
+    WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Compute a step that is not the last; qk: scores of the previous step, of the block from `start_n` on."""
     acc, qk, m_i, l_i = start_step(
-        q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window, MASKED, WINDOWED, SOFTCAP
+        q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window, needs_mask, WINDOWED, SOFTCAP
     )
     acc, qk = warpgroup_mma_wait(0, deps=[acc, qk])
     free = shared[6]
@@ -158,7 +158,7 @@ def _attend(
         head = item % KV_HEADS
         begin = find_first_key(first_position, window, WINDOWED) // BLOCK_N * BLOCK_N
         end = first_position + tokens
-        last, whole = key_ranges(begin, end, first_position, BLOCK_N, HALF * HALF_M // GROUP_SIZE, WINDOWED)
+        last, whole = key_ranges(begin, end, first_position, BLOCK_N, HALF * HALF_M // GROUP_SIZE)
         q_positions = first_position + rows // GROUP_SIZE
         m_i, l_i, acc = begin_rows(zeros, HEAD_DIM)
 
@@ -171,18 +171,27 @@ def _attend(
         qk = warpgroup_mma_wait(0, deps=[qk])
         mbarrier.arrive(free.index(step % STAGES), count=1)
         step += 1
-        for start_n in range(begin, whole, BLOCK_N):
-            acc, qk, m_i, l_i = _advance(
-                q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window,
-                WINDOWED, SOFTCAP, False,
-            )  # fmt: skip
-            step += 1
-        for start_n in range(whole, last, BLOCK_N):
-            acc, qk, m_i, l_i = _advance(
-                q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window,
-                WINDOWED, SOFTCAP, True,
-            )  # fmt: skip
-            step += 1
+        if WINDOWED:
+            for start_n in range(begin, last, BLOCK_N):
+                needs_mask = (start_n >= whole) | (start_n < end - window)
+                acc, qk, m_i, l_i = _advance(
+                    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window, needs_mask,
+                    WINDOWED, SOFTCAP,
+                )  # fmt: skip
+                step += 1
+        else:
+            for start_n in range(begin, whole, BLOCK_N):
+                acc, qk, m_i, l_i = _advance(
+                    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window, False,
+                    WINDOWED, SOFTCAP,
+                )  # fmt: skip
+                step += 1
+            for start_n in range(whole, last, BLOCK_N):
+                acc, qk, m_i, l_i = _advance(
+                    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window, True,
+                    WINDOWED, SOFTCAP,
+                )  # fmt: skip
+                step += 1
         mbarrier.arrive(q_free.index(0), count=1)
         p, acc, m_i, l_i = soften(qk, acc, m_i, l_i, q_positions, last, scale, softcap, window, True, WINDOWED, SOFTCAP)
         l_i = total(l_i, m_i, sinks, rows, head, GROUP_SIZE, SINKS)

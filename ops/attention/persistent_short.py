@@ -151,15 +151,18 @@ def attend_across_tiles(
         head = item % KV_HEADS
         begin = find_first_key(first_position, window, WINDOWED) // BLOCK_N * BLOCK_N
         end = first_position + tokens
-        last, whole = key_ranges(begin, end, first_position, BLOCK_N, HALF * HALF_M // GROUP_SIZE, WINDOWED)
+        last, whole = key_ranges(begin, end, first_position, BLOCK_N, HALF * HALF_M // GROUP_SIZE)
         q_positions = first_position + rows // GROUP_SIZE
         m_i, l_i, acc = begin_rows(zeros, HEAD_DIM)
         q = q_halves.index(turn % 2 * 2 + HALF)
         # One loop, not one per kind of block: where the first of two loops had no iteration, ptxas (of Triton 3.6) let
         # the second multiply with a descriptor of q that was computed only on the way into the first.
         for start_n in range(begin, last, BLOCK_N):
+            needs_mask = start_n >= whole
+            if WINDOWED:
+                needs_mask = needs_mask | (start_n < end - window)
             acc, qk, m_i, l_i = start_step(
-                q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window, start_n >= whole,
+                q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window, needs_mask,
                 WINDOWED, SOFTCAP,
             )  # fmt: skip
             acc, qk = warpgroup_mma_wait(0, deps=[acc, qk])

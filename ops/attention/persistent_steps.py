@@ -53,15 +53,13 @@ def find_first_key(first_position, window, WINDOWED: gl.constexpr):
 
 
 @gluon.jit
-def key_ranges(begin, end, first_position, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr, WINDOWED: gl.constexpr):
-    """First key of the last block between `begin` and `end`, and first key that needs a mask, a multiple of BLOCK_N.
+def key_ranges(begin, end, first_position, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr):
+    """First key of the last block between `begin` and `end`, and first key that causality hides from a row, rounded down.
 
     TOKENS: number of the tile's tokens before the first row of this half.
     """
     last = begin + (end - begin - 1) // BLOCK_N * BLOCK_N
-    whole = begin
-    if not WINDOWED:
-        whole = gl.minimum((first_position + TOKENS + 1) // BLOCK_N * BLOCK_N, last)
+    whole = gl.minimum((first_position + TOKENS + 1) // BLOCK_N * BLOCK_N, last)
     return last, whole
 
 
