@@ -54,7 +54,7 @@ def find_first_key(first_position, window, WINDOWED: gl.constexpr):
 
 @gluon.jit
 def key_ranges(begin, end, first_position, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr):
-    """First key of the last block between `begin` and `end`, and first key that causality hides from a row, rounded down.
+    """First key of the last block between `begin` and `end`, and first key of the first block that causality masks.
 
     TOKENS: number of the tile's tokens before the first row of this half.
     """
