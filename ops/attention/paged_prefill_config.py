@@ -45,6 +45,10 @@ SHORT_KEYS_OF_MANY = 400
 """The same where programs have at least MANY_TILES tiles each: more steps per tile cost time where the longest tile
 determines the time."""
 MANY_TILES = 2.5
+SHORT_KEYS_OF_WINDOW = 900
+"""The same where the window limits at least LIMITED_SHARE of the new tokens. Their tiles begin within a block, so
+more of larger blocks is computed in vain, and all take the same time."""
+LIMITED_SHARE = 0.25
 
 
 def can_persist(keys: torch.Tensor, dtype: torch.dtype, group: int) -> bool:
@@ -70,9 +74,11 @@ class PrefillWork:
     longest: int
     """Maximum number of new tokens per sequence."""
     keys: float
-    """Mean number of keys that a new token sees without a window."""
+    """Mean number of keys that a new token sees; with a window, at most the window and the tokens of a tile."""
     tiles: float
     """Tiles of PERSISTENT.block_m rows per multiprocessor, over all KV heads."""
+    limited: float = 0.0
+    """Share of the new tokens that see fewer keys because of the window."""
 
     @classmethod
     def of(
@@ -83,21 +89,34 @@ class PrefillWork:
         group: int,
         kv_heads: int,
         sms: int,
+        window: int | None = None,
     ) -> PrefillWork:
         """The work of sequences, of which each has new tokens. sms: number of multiprocessors."""
         queries = query_lens.astype(np.int64)
-        tiles = int((-(-queries // max(PERSISTENT.tokens(group), 1))).sum()) * kv_heads
+        tokens = max(PERSISTENT.tokens(group), 1)
+        doubled = (queries * (2 * context_lens - queries + 1)).sum()  # twice the sum of keys
+        limited = 0
+        if window is not None:
+            hidden = context_lens - (window + tokens)  # keys before those of a sequence's last tile
+            beyond = np.clip(hidden, 0, queries)  # new tokens of tiles that do not see all keys
+            doubled -= (beyond * (2 * hidden - beyond + 1)).sum()
+            limited = beyond.sum()
+        count = queries.sum()
         return cls(
             longest=int(queries.max()),
-            keys=float((queries * (2 * context_lens - queries + 1)).sum() / (2 * queries.sum())),
-            tiles=tiles / sms,
+            keys=float(doubled / (2 * count)),
+            tiles=int((-(-queries // tokens)).sum()) * kv_heads / sms,
+            limited=float(limited / count),
         )
 
 
 def persistent_config(head_dim: int, work: PrefillWork) -> PrefillConfig:
     """Launch parameters of the persistent kernels."""
     config = PERSISTENT_NARROW if head_dim <= NARROW_HEAD_DIM else PERSISTENT
-    if work.keys > (SHORT_KEYS_OF_MANY if work.tiles >= MANY_TILES else SHORT_KEYS):
+    most = SHORT_KEYS_OF_MANY if work.tiles >= MANY_TILES else SHORT_KEYS
+    if work.limited >= LIMITED_SHARE:
+        most = SHORT_KEYS_OF_WINDOW
+    if work.keys > most:
         return config
     return evolve(config, block_n=config.block_n // 2, num_stages=2 * config.num_stages, across_tiles=True)
 

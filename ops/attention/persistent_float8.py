@@ -26,6 +26,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engine.ops.attention.common import capped
 from engine.ops.attention.float8_tiles import TILE
+from engine.ops.attention.persistent_stages import (
+    add_sink,
+    make_barriers,
+    product_layout,
+    start_scores,
+    wait_until_filled,
+    wait_until_free,
+)
 from engine.ops.attention.persistent_steps import (
     find_first_key,
     item_of_turn,
@@ -86,7 +94,7 @@ def _load(
             head = item % KV_HEADS
             begin = find_first_key(first_position, window, WINDOWED) // BLOCK_N * BLOCK_N
             end = first_position + tokens
-            mbarrier.wait(q_free.index(turn % 2), (turn // 2 & 1) ^ 1)
+            wait_until_free(q_free, turn)
             _quantize_queries(
                 q, q_stride, q_tiles.index(turn % 2), scales.index(turn % 2), row, tokens, head, GROUP_SIZE
             )
@@ -96,7 +104,7 @@ def _load(
             for start_n in range(begin, end + BLOCK_N, BLOCK_N):
                 stage = step % STAGES
                 barrier = filled.index(stage)
-                mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+                wait_until_free(free, step)
                 has_values = start_n > begin
                 has_keys = start_n < end
                 both = has_values & has_keys
@@ -116,15 +124,15 @@ def _begin_step(shared, step, HALF: gl.constexpr):
     """Wait for the step's stage and for the turn of this half; return the stage."""
     _, k_stages, _, _, _, filled, _, turn_barriers = shared
     STAGES: gl.constexpr = k_stages.shape[0]
-    mbarrier.wait(filled.index(step % STAGES), step // STAGES & 1)
+    wait_until_filled(filled, step)
     mbarrier.wait(turn_barriers.index(HALF), (step & 1) ^ (1 - HALF))
     return step % STAGES
 
 
 @gluon.jit
 def _soften(
-    qk, m_i, l_i, q_positions, start_n, scale, softcap, window,
-    WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr,
+    qk, m_i, l_i, q_positions, start_n, scale, softcap, window, needs_mask,
+    WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Online softmax as in persistent_prefill, with a scale per row; p, to be rounded to float8, and l_i are 256 times
     as large."""
@@ -132,7 +140,7 @@ def _soften(
     if SOFTCAP:
         qk = capped(qk * gl.expand_dims(scale, 1), softcap)
         factor = gl.full(scale.shape, 1.4426950408889634, gl.float32, scale.type.layout)
-    if MASKED:
+    if needs_mask:
         qk = masked(qk, q_positions, start_n, window, WINDOWED)
     m_new = gl.maximum(m_i, gl.max(qk, 1) * factor)
     p = gl.exp2(qk * gl.expand_dims(factor, 1) - gl.expand_dims(m_new - _LOG2_P_SCALE, 1))
@@ -152,22 +160,23 @@ def _operand(p, acc):
 
 @gluon.jit
 def _advance(
-    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window,
-    HALF: gl.constexpr, WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr,
+    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window, needs_mask,
+    HALF: gl.constexpr, WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Compute a step that is not the last; qk: scores of the previous step, of the block from `start_n` on."""
     _, k_stages, v_stages, _, _, _, free, turn_barriers = shared
     qk_layout: gl.constexpr = qk.type.layout
     acc_layout: gl.constexpr = acc.type.layout
-    p, m_i, l_i, alpha = _soften(qk, m_i, l_i, q_positions, start_n, scale, softcap, window, WINDOWED, SOFTCAP, MASKED)
+    p, m_i, l_i, alpha = _soften(
+        qk, m_i, l_i, q_positions, start_n, scale, softcap, window, needs_mask, WINDOWED, SOFTCAP
+    )
     left = _operand(p, acc)
     no_scores = gl.zeros(qk.shape, gl.float32, qk_layout)
     no_sums = gl.zeros(acc.shape, gl.float32, acc_layout)
     stage = _begin_step(shared, step, HALF)
     values = v_stages.index(stage).permute((1, 0))
-    keys = k_stages.index(stage).permute((1, 0))
     pv = warpgroup_mma(left, values, no_sums, use_acc=False, is_async=True)
-    qk = warpgroup_mma(q, keys, no_scores, use_acc=False, is_async=True)
+    qk = start_scores(q, k_stages, step, no_scores)
     mbarrier.arrive(turn_barriers.index(1 - HALF), count=1)
     pv = warpgroup_mma_wait(1, deps=[pv])
     acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout)), 1) + pv
@@ -187,8 +196,8 @@ def _attend(
     BLOCK_N: gl.constexpr = k_stages.shape[1]
     HEAD_DIM: gl.constexpr = k_stages.shape[2]
     HALF_M: gl.constexpr = q_tiles.shape[1] // 2
-    qk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM, 32])
+    qk_layout: gl.constexpr = product_layout(BLOCK_N, 32)
+    acc_layout: gl.constexpr = product_layout(HEAD_DIM, 32)
     row_layout: gl.constexpr = gl.SliceLayout(1, qk_layout)
     out_row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
     rows = HALF * HALF_M + gl.arange(0, HALF_M, row_layout)
@@ -204,41 +213,49 @@ def _attend(
             head = item % KV_HEADS
             begin = find_first_key(first_position, window, WINDOWED) // BLOCK_N * BLOCK_N
             end = first_position + tokens
-            last, whole = key_ranges(begin, end, first_position, BLOCK_N, HALF * HALF_M // GROUP_SIZE, WINDOWED)
+            last, whole = key_ranges(begin, end, first_position, BLOCK_N, HALF * HALF_M // GROUP_SIZE)
             q_positions = first_position + rows // GROUP_SIZE
             # Finite, so that a row that sees no key of a block does not compute inf - inf.
             m_i = gl.full([HALF_M], -1e30, gl.float32, row_layout)
             l_i = gl.zeros([HALF_M], gl.float32, row_layout)
             acc = gl.zeros([HALF_M, HEAD_DIM], gl.float32, acc_layout)
 
-            mbarrier.wait(q_filled.index(turn % 2), turn // 2 & 1)
+            wait_until_filled(q_filled, turn)
             q = q_tiles.index(turn % 2).slice(HALF * HALF_M, HALF_M)
             row_scale = scales.index(turn % 2).slice(HALF * HALF_M, HALF_M).load(row_layout) * scale
             stage = _begin_step(shared, step, HALF)
-            qk = warpgroup_mma(q, k_stages.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            qk = start_scores(q, k_stages, step, zeros)
             mbarrier.arrive(turn_barriers.index(1 - HALF), count=1)
             qk = warpgroup_mma_wait(0, deps=[qk])
             mbarrier.arrive(free.index(stage), count=1)
             step += 1
-            for start_n in range(begin, whole, BLOCK_N):
-                acc, qk, m_i, l_i = _advance(
-                    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, row_scale, softcap, window,
-                    HALF, WINDOWED, SOFTCAP, False,
-                )  # fmt: skip
-                step += 1
-            for start_n in range(whole, last, BLOCK_N):
-                acc, qk, m_i, l_i = _advance(
-                    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, row_scale, softcap, window,
-                    HALF, WINDOWED, SOFTCAP, True,
-                )  # fmt: skip
-                step += 1
+            if WINDOWED:
+                for start_n in range(begin, last, BLOCK_N):
+                    needs_mask = (start_n >= whole) | (start_n < end - window)
+                    acc, qk, m_i, l_i = _advance(
+                        q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, row_scale, softcap, window,
+                        needs_mask, HALF, WINDOWED, SOFTCAP,
+                    )  # fmt: skip
+                    step += 1
+            else:
+                for start_n in range(begin, whole, BLOCK_N):
+                    acc, qk, m_i, l_i = _advance(
+                        q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, row_scale, softcap, window,
+                        False, HALF, WINDOWED, SOFTCAP,
+                    )  # fmt: skip
+                    step += 1
+                for start_n in range(whole, last, BLOCK_N):
+                    acc, qk, m_i, l_i = _advance(
+                        q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, row_scale, softcap, window,
+                        True, HALF, WINDOWED, SOFTCAP,
+                    )  # fmt: skip
+                    step += 1
             mbarrier.arrive(q_free.index(turn % 2), count=1)
             p, m_i, l_i, alpha = _soften(
-                qk, m_i, l_i, q_positions, last, row_scale, softcap, window, WINDOWED, SOFTCAP, True
+                qk, m_i, l_i, q_positions, last, row_scale, softcap, window, True, WINDOWED, SOFTCAP
             )
             if SINKS:
-                sink = gl.load(sinks + head * GROUP_SIZE + rows % GROUP_SIZE)
-                l_i += gl.exp2(sink * 1.4426950408889634 - (m_i - _LOG2_P_SCALE))
+                l_i = add_sink(l_i, m_i - _LOG2_P_SCALE, sinks, rows, head, GROUP_SIZE)
             acc = acc * gl.expand_dims(gl.convert_layout(alpha, out_row_layout), 1)
             left = _operand(p, acc)
             no_sums = gl.zeros([HALF_M, HEAD_DIM], gl.float32, acc_layout)
@@ -269,19 +286,11 @@ def _prefill_kernel(
     scales = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_stages = gl.allocate_shared_memory(keys.dtype, [STAGES, BLOCK_N, HEAD_DIM], keys.layout)
     v_stages = gl.allocate_shared_memory(keys.dtype, [STAGES, HEAD_DIM, BLOCK_N], values.layout)
-    q_filled = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_filled, q_free, filled, free = make_barriers(2, STAGES, 1)
     turn_barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    # One thread of a group arrives for all its threads.
+    # Of each group, also the one that loads, one thread arrives for all.
     for number in gl.static_range(2):
-        mbarrier.init(q_filled.index(number), count=1)
-        mbarrier.init(q_free.index(number), count=2)
         mbarrier.init(turn_barriers.index(number), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(filled.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=2)
     shared = (q_tiles, k_stages, v_stages, q_filled, q_free, filled, free, turn_barriers)
     wait(PDL)
     release(PDL)

@@ -25,7 +25,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from engine.ops.attention.persistent_short import short_prefill_kernel
+from engine.ops.attention.persistent_short import attend_across_tiles, copy_across_tiles
+from engine.ops.attention.persistent_stages import (
+    begin_rows,
+    find_offsets,
+    look_up,
+    make_stages,
+    product_layout,
+    run_layout,
+    start_scores,
+    start_step,
+    total,
+    wait_for_stage,
+    wait_until_filled,
+    wait_until_free,
+)
 from engine.ops.attention.persistent_steps import (
     RUN,
     copy_block,
@@ -36,9 +50,7 @@ from engine.ops.attention.persistent_steps import (
     key_ranges,
     soften,
     store_rows,
-    thread_sums,
     tile_of_item,
-    wait_for_stage,
 )
 from engine.ops.common.launch import dependent_launch, num_sms, release, wait
 
@@ -60,8 +72,7 @@ def _copy(
     STAGES: gl.constexpr = k_stages.shape[0]
     BLOCK_N: gl.constexpr = k_stages.shape[1]
     HEAD_DIM: gl.constexpr = k_stages.shape[2]
-    threads: gl.constexpr = [256 // HEAD_DIM, 1, HEAD_DIM // 8]
-    layout: gl.constexpr = gl.BlockedLayout([1, _RUN, 8], threads, [gl.num_warps(), 1, 1], [2, 1, 0])
+    layout: gl.constexpr = run_layout(HEAD_DIM, gl.num_warps())
     runs = gl.arange(0, BLOCK_N // _RUN, gl.SliceLayout(1, gl.SliceLayout(2, layout))) * _RUN
     programs = gl.num_programs(0)
     item = item_of_turn(0, programs)
@@ -76,17 +87,17 @@ def _copy(
         end = first_position + tokens
         table = tables + sequence.to(gl.int64) * table_stride
         positions = begin + runs
-        block_ids = gl.load(table + positions // BLOCK_SIZE, mask=positions < end, other=0)
-        mbarrier.wait(q_free.index(0), (turn & 1) ^ 1)
+        block_ids = look_up(table, positions, end, BLOCK_SIZE)
+        wait_until_free(q_free, turn)
         copy_queries(q, q_stride, q_halves, 0, row, tokens, head, GROUP_SIZE)
         async_copy.mbarrier_arrive(q_filled.index(0), increment_count=False)
-        at = (block_ids.to(gl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
+        at = find_offsets(block_ids, positions, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
         at_before = gl.zeros_like(at)  # a separate value, or the loop would not carry it
         for start_n in range(begin, end + BLOCK_N, BLOCK_N):
             next_positions = positions + BLOCK_N
-            block_ids = gl.load(table + next_positions // BLOCK_SIZE, mask=next_positions < end, other=0)
+            block_ids = look_up(table, next_positions, end, BLOCK_SIZE)
             stage = step % STAGES
-            mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+            wait_until_free(free, step)
             if start_n > begin:
                 part = v_stages.index(stage)
                 copy_block(
@@ -101,7 +112,7 @@ def _copy(
                 )  # fmt: skip
             async_copy.mbarrier_arrive(filled.index(stage), increment_count=False)
             at_before = at
-            at = (block_ids.to(gl.int64) * BLOCK_SIZE + next_positions % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
+            at = find_offsets(block_ids, next_positions, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
             positions = next_positions
             step += 1
         item, sequence, first_position = next_item, next_sequence, next_first_position
@@ -110,29 +121,16 @@ def _copy(
 
 @gluon.jit
 def _advance(
-    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window,
-    WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr,
+    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window, needs_mask,
+    WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Compute a step that is not the last; qk: scores of the previous step, of the block from `start_n` on."""
-    _, k_stages, v_stages, _, _, filled, free = shared
-    STAGES: gl.constexpr = k_stages.shape[0]
-    WAITS_EARLY: gl.constexpr = STAGES > 2  # with two stages, a copy takes about as long as the softmax
-    stage = step % STAGES
-    qk_layout: gl.constexpr = qk.type.layout
-    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    if WAITS_EARLY:
-        wait_for_stage(filled, step)
-    p, acc, m_i, l_i = soften(
-        qk, acc, m_i, l_i, q_positions, start_n, scale, softcap, window, MASKED, WINDOWED, SOFTCAP
+    acc, qk, m_i, l_i = start_step(
+        q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window, needs_mask, WINDOWED, SOFTCAP
     )
-    left = gl.convert_layout(p.to(q.dtype), operand)
-    zeros = gl.zeros(qk.shape, gl.float32, qk_layout)
-    if not WAITS_EARLY:
-        wait_for_stage(filled, step)
-    acc = warpgroup_mma(left, v_stages.index(stage), acc, is_async=True)
-    qk = warpgroup_mma(q, k_stages.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     acc, qk = warpgroup_mma_wait(0, deps=[acc, qk])
-    mbarrier.arrive(free.index(stage), count=1)
+    free = shared[6]
+    mbarrier.arrive(free.index(step % free.shape[0]), count=1)
     return acc, qk, m_i, l_i
 
 
@@ -148,8 +146,7 @@ def _attend(
     STAGES: gl.constexpr = k_stages.shape[0]
     HEAD_DIM: gl.constexpr = k_stages.shape[2]
     HALF_M: gl.constexpr = q_halves.shape[1]
-    qk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM, 16])
+    qk_layout: gl.constexpr = product_layout(BLOCK_N, 16)
     q = q_halves.index(HALF)
     rows = HALF * HALF_M + gl.arange(0, HALF_M, gl.SliceLayout(1, qk_layout))
     zeros = gl.zeros([HALF_M, BLOCK_N], gl.float32, qk_layout)
@@ -161,42 +158,44 @@ def _attend(
         head = item % KV_HEADS
         begin = find_first_key(first_position, window, WINDOWED) // BLOCK_N * BLOCK_N
         end = first_position + tokens
-        last, whole = key_ranges(begin, end, first_position, BLOCK_N, HALF * HALF_M // GROUP_SIZE, WINDOWED)
+        last, whole = key_ranges(begin, end, first_position, BLOCK_N, HALF * HALF_M // GROUP_SIZE)
         q_positions = first_position + rows // GROUP_SIZE
-        # Finite, so that a row that sees no key of a block does not compute inf - inf.
-        m_i = gl.full([HALF_M], -1e30, gl.float32, gl.SliceLayout(1, qk_layout))
-        l_i = thread_sums(zeros)
-        acc = gl.zeros([HALF_M, HEAD_DIM], gl.float32, acc_layout)
+        m_i, l_i, acc = begin_rows(zeros, HEAD_DIM)
 
-        mbarrier.wait(q_filled.index(0), turn & 1)
+        wait_until_filled(q_filled, turn)
         wait_for_stage(filled, step)
-        stage = step % STAGES
-        qk = warpgroup_mma(q, k_stages.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        qk = start_scores(q, k_stages, step, zeros)
         # Loaded here, so that the product hides the latency.
         next_item = item_of_turn(turn + 1, programs)
         _, next_first_position, next_row, next_tokens = tile_of_item(tiles, next_item, items, KV_HEADS)
         qk = warpgroup_mma_wait(0, deps=[qk])
-        mbarrier.arrive(free.index(stage), count=1)
+        mbarrier.arrive(free.index(step % STAGES), count=1)
         step += 1
-        for start_n in range(begin, whole, BLOCK_N):
-            acc, qk, m_i, l_i = _advance(
-                q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window,
-                WINDOWED, SOFTCAP, False,
-            )  # fmt: skip
-            step += 1
-        for start_n in range(whole, last, BLOCK_N):
-            acc, qk, m_i, l_i = _advance(
-                q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window,
-                WINDOWED, SOFTCAP, True,
-            )  # fmt: skip
-            step += 1
+        if WINDOWED:
+            for start_n in range(begin, last, BLOCK_N):
+                needs_mask = (start_n >= whole) | (start_n < end - window)
+                acc, qk, m_i, l_i = _advance(
+                    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window, needs_mask,
+                    WINDOWED, SOFTCAP,
+                )  # fmt: skip
+                step += 1
+        else:
+            for start_n in range(begin, whole, BLOCK_N):
+                acc, qk, m_i, l_i = _advance(
+                    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window, False,
+                    WINDOWED, SOFTCAP,
+                )  # fmt: skip
+                step += 1
+            for start_n in range(whole, last, BLOCK_N):
+                acc, qk, m_i, l_i = _advance(
+                    q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window, True,
+                    WINDOWED, SOFTCAP,
+                )  # fmt: skip
+                step += 1
         mbarrier.arrive(q_free.index(0), count=1)
         p, acc, m_i, l_i = soften(qk, acc, m_i, l_i, q_positions, last, scale, softcap, window, True, WINDOWED, SOFTCAP)
-        l_i = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, qk_layout))
-        if SINKS:
-            sink = gl.load(sinks + head * GROUP_SIZE + rows % GROUP_SIZE)
-            l_i += gl.exp2(sink * 1.4426950408889634 - m_i)
-        left = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+        l_i = total(l_i, m_i, sinks, rows, head, GROUP_SIZE, SINKS)
+        left = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
         wait_for_stage(filled, step)
         stage = step % STAGES
         acc = warpgroup_mma(left, v_stages.index(stage), acc, is_async=True)
@@ -213,38 +212,37 @@ def _prefill_kernel(
     q, keys, values, tables, tiles, out, sinks, q_stride, out_stride, table_stride, scale, softcap, window, value_scale,
     items, KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, ACROSS_TILES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """items: tiles times KV_HEADS. Grid: programs, at most one per item. Other arguments as in paged_prefill."""
-    dtype: gl.constexpr = q.dtype.element_ty
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q_halves = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, HEAD_DIM], swizzled)
-    k_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], swizzled)
-    v_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], swizzled)
-    q_filled = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # Each copying thread arrives when its copies are complete; of a multiplying group, one thread arrives for all.
-    mbarrier.init(q_filled.index(0), count=128)
-    mbarrier.init(q_free.index(0), count=2)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(filled.index(stage), count=128)
-        mbarrier.init(free.index(stage), count=2)
-    shared = (q_halves, k_stages, v_stages, q_filled, q_free, filled, free)
-    wait(PDL)
+    BUFFERS: gl.constexpr = 2 if ACROSS_TILES else 1
+    shared = make_stages(q.dtype.element_ty, BUFFERS, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES)
+    if not ACROSS_TILES:
+        wait(PDL)
     release(PDL)
     attended = (out, tiles, sinks, out_stride, scale, softcap, window, value_scale, items)
     copied = (q, keys, values, tables, tiles, q_stride, table_stride, window, items)
-    gl.warp_specialize(
-        [
-            (_attend, (attended, shared, 0, KV_HEADS, GROUP_SIZE, WINDOWED, SOFTCAP, SINKS)),
-            (_attend, (attended, shared, 1, KV_HEADS, GROUP_SIZE, WINDOWED, SOFTCAP, SINKS)),
-            (_copy, (copied, shared, KV_HEADS, GROUP_SIZE, BLOCK_SIZE, WINDOWED)),
-        ],
-        [4, 4],
-        [224, 56],  # registers per thread; the first group gets the rest, 224 too
-    )
+    # Registers per thread: 224 and 56; the first group gets the rest, 224 too.
+    if ACROSS_TILES:
+        gl.warp_specialize(
+            [
+                (attend_across_tiles, (attended, shared, 0, KV_HEADS, GROUP_SIZE, WINDOWED, SOFTCAP, SINKS)),
+                (attend_across_tiles, (attended, shared, 1, KV_HEADS, GROUP_SIZE, WINDOWED, SOFTCAP, SINKS)),
+                (copy_across_tiles, (copied, shared, KV_HEADS, GROUP_SIZE, BLOCK_SIZE, WINDOWED, PDL)),
+            ],
+            [4, 4],
+            [224, 56],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (attended, shared, 0, KV_HEADS, GROUP_SIZE, WINDOWED, SOFTCAP, SINKS)),
+                (_attend, (attended, shared, 1, KV_HEADS, GROUP_SIZE, WINDOWED, SOFTCAP, SINKS)),
+                (_copy, (copied, shared, KV_HEADS, GROUP_SIZE, BLOCK_SIZE, WINDOWED)),
+            ],
+            [4, 4],
+            [224, 56],
+        )
 
 
 def launch(
@@ -265,8 +263,7 @@ def launch(
     """Launch the kernel with the arguments of paged_prefill, where `can_persist` says what is supported."""
     block_size, num_kv_heads, head_dim = keys.shape[1:]
     items = len(tiles) * num_kv_heads
-    kernel = short_prefill_kernel if config.across_tiles else _prefill_kernel
-    kernel[(min(items, num_sms(q.device)),)](
+    _prefill_kernel[(min(items, num_sms(q.device)),)](
         *(q, keys, values, tables, tiles, out, out if sinks is None else sinks),
         *(q.stride(0), out.stride(0), tables.stride(0)),
         *(scale, softcap or 0.0, window or 0, value_scale, items),
@@ -280,6 +277,7 @@ def launch(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         STAGES=config.num_stages,
+        ACROSS_TILES=config.across_tiles,
         num_warps=config.num_warps,
         **dependent_launch(q.device),
     )

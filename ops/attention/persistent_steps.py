@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from engine.ops.attention.common import capped, score_factor
 from engine.ops.common import gluon_copies
@@ -54,15 +53,13 @@ def find_first_key(first_position, window, WINDOWED: gl.constexpr):
 
 
 @gluon.jit
-def key_ranges(begin, end, first_position, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr, WINDOWED: gl.constexpr):
-    """First key of the last block between `begin` and `end`, and first key that needs a mask, a multiple of BLOCK_N.
+def key_ranges(begin, end, first_position, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr):
+    """First key of the last block between `begin` and `end`, and first key of the first block that causality masks.
 
     TOKENS: number of the tile's tokens before the first row of this half.
     """
     last = begin + (end - begin - 1) // BLOCK_N * BLOCK_N
-    whole = begin
-    if not WINDOWED:
-        whole = gl.minimum((first_position + TOKENS + 1) // BLOCK_N * BLOCK_N, last)
+    whole = gl.minimum((first_position + TOKENS + 1) // BLOCK_N * BLOCK_N, last)
     return last, whole
 
 
@@ -186,14 +183,6 @@ def soften(
     l_i = l_i * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout)), 1)
     p = gl.exp2(qk * factor - gl.expand_dims(m_new, 1))
     return p, acc, m_new, l_i + thread_sums(p)
-
-
-@gluon.jit
-def wait_for_stage(filled, step):
-    """Wait for the keys and values of a step."""
-    STAGES: gl.constexpr = filled.shape[0]
-    mbarrier.wait(filled.index(step % STAGES), step // STAGES & 1)
-    fence_async_shared()  # what threads copied, which wgmma reads; TMA would need none
 
 
 @gluon.jit

@@ -69,6 +69,9 @@ class PrefillPlanner:
         self._shared_memory = shared_memory(keys.device)
         self._persistent = can_persist(keys, dtype, self._group)
         self._sms = num_sms(keys.device)
+        windows = spec.sliding_windows
+        self._window = None if None in windows else max(filter(None, windows))
+        """The largest window; None if a layer has none."""
         self.choose_widened_config: Callable[[Any], Any] | None = None
         """Launch parameters for widened sequences, by their PrefillWork; None: none is widened."""
         if pool.is_float8 and can_persist(torch.empty_like(keys[:0], dtype=dtype), dtype, self._group):
@@ -120,7 +123,9 @@ class PrefillPlanner:
         from engine.ops.attention.paged_prefill_config import PrefillWork
 
         lengths = batch.query_lens_host[sequences], batch.context_lens_host[sequences]
-        return PrefillWork.of(*lengths, group=self._group, kv_heads=self._spec.num_kv_heads, sms=self._sms)
+        return PrefillWork.of(
+            *lengths, group=self._group, kv_heads=self._spec.num_kv_heads, sms=self._sms, window=self._window
+        )
 
     def _find_converted(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The sequences to convert, in ascending order: those with the most new tokens, as far as there is room."""
@@ -147,10 +152,10 @@ class PrefillPlanner:
     def _blocks(self, batch: ForwardBatch, sequence: int) -> tuple[int, int]:
         """The range of a sequence's block table that its new tokens see in any layer."""
         context = int(batch.context_lens_host[sequence])
-        begin, windows = 0, self._spec.sliding_windows
-        if None not in windows:
+        begin = 0
+        if self._window is not None:
             first_position = context - int(batch.query_lens_host[sequence])
-            begin = max(first_position + 1 - max(filter(None, windows)), 0) // self._spec.block_size
+            begin = max(first_position + 1 - self._window, 0) // self._spec.block_size
         return begin, -(-context // self._spec.block_size)
 
     def _widened(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> PrefillPart:

@@ -12,9 +12,11 @@ import triton
 
 from engine.ops.attention.paged_prefill import prefill_tiles
 from engine.ops.attention.paged_prefill_config import (
+    LIMITED_SHARE,
     MANY_TILES,
     SHORT_KEYS,
     SHORT_KEYS_OF_MANY,
+    SHORT_KEYS_OF_WINDOW,
     PrefillConfig,
     PrefillWork,
     persistent_config,
@@ -140,11 +142,25 @@ def test_persistent_config_has_as_many_keys_in_flight_in_smaller_blocks_for_few_
     assert choose(SHORT_KEYS_OF_MANY + 1, MANY_TILES) == long
 
 
+def test_persistent_config_has_smaller_blocks_for_more_keys_where_a_window_limits_them() -> None:
+    def choose(keys: float, limited: float) -> PrefillConfig:
+        return persistent_config(64, PrefillWork(longest=100, keys=keys, tiles=9, limited=limited))
+
+    assert choose(SHORT_KEYS_OF_WINDOW, LIMITED_SHARE).across_tiles
+    assert not choose(SHORT_KEYS_OF_WINDOW + 1, LIMITED_SHARE).across_tiles
+    assert not choose(SHORT_KEYS_OF_WINDOW, LIMITED_SHARE / 2).across_tiles
+
+
 def test_prefill_work_counts_what_each_new_token_sees_and_tiles_of_sequences() -> None:
     queries, contexts = np.array([1, 5, 3, 40], np.int32), np.array([8, 5, 100, 40], np.int32)
     seen = [8, 1, 2, 3, 4, 5, 98, 99, 100, *range(1, 41)]
     found = PrefillWork.of(queries, contexts, group=4, kv_heads=3, sms=10)
     assert found == PrefillWork(longest=40, keys=sum(seen) / len(seen), tiles=5 * 3 / 10)
+    for window in (1, 30, 500):
+        windowed = PrefillWork.of(queries, contexts, group=16, kv_heads=3, sms=10, window=window)
+        assert windowed.keys == sum(min(keys, window + 8) for keys in seen) / len(seen)
+        assert windowed.limited == sum(keys > window + 8 for keys in seen) / len(seen)
+        assert windowed.tiles == 8 * 3 / 10
     large = PrefillWork.of(np.array([60_000], np.int32), np.array([120_000], np.int32), group=4, kv_heads=8, sms=1)
     assert large.keys == 90_000.5
     assert large.tiles == 15_000

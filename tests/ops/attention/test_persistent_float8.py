@@ -117,7 +117,7 @@ def test_kernel_is_correct_at_tile_edges(group: int, dim: int, page: int, dtype:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 1, 100, 128, 1000])
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 300, 1000])
 def test_kernel_handles_windows_and_soft_caps(window: int | None, softcap: float | None) -> None:
     check(EDGES, heads=(8, 2), dim=128, window=window, softcap=softcap, value_scale=0.37, **FLOAT8)
 

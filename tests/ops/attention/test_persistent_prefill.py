@@ -21,13 +21,13 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from engine.ops.attention.persistent_prefill import _prefill_kernel, short_prefill_kernel
+from engine.ops.attention.persistent_prefill import _prefill_kernel as kernel
 
 short = sys.argv[1] == "short"
-kernel = short_prefill_kernel if short else _prefill_kernel
 constants = {
     "KV_HEADS": 8, "GROUP_SIZE": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOWED": False, "SOFTCAP": False,
-    "SINKS": False, "BLOCK_M": 128, "BLOCK_N": 64 if short else 128, "STAGES": 4 if short else 2, "PDL": True,
+    "SINKS": False, "BLOCK_M": 128, "BLOCK_N": 64 if short else 128, "STAGES": 4 if short else 2,
+    "ACROSS_TILES": short, "PDL": True,
 }
 types = dict.fromkeys(("q", "keys", "values", "out"), "*bf16") | dict.fromkeys(("tables", "tiles"), "*i32")
 types |= dict.fromkeys(("scale", "softcap", "value_scale"), "fp32") | {"sinks": "*fp32"}
@@ -39,7 +39,7 @@ attributes = {(number,): [["tt.divisibility", 16]] for number in aligned}
 source = GluonASTSource(kernel, signature, values, attributes)
 print(triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "launch_pdl": True}).asm["ptx"])
 """
-"""Compiles the kernel for Hopper without a GPU; argument: short or long, for either kernel."""
+"""Compiles the kernel for Hopper without a GPU; argument: short or long, for either way of pipelining."""
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_kernel_is_correct_when_programs_have_several_short_tiles(group: int, di
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 1, 100, 128, 1000])
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 300, 1000])
 @KERNELS
 def test_kernel_handles_windows_and_soft_caps(window: int | None, softcap: float | None, keys: int) -> None:
     check(

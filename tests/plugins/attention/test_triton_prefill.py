@@ -138,6 +138,14 @@ def test_nothing_is_widened_on_a_cpu_or_from_a_16_bit_cache() -> None:
     assert PrefillPlanner(plain, KVPool(plain, 4, "cpu")).choose_widened_config is None
 
 
+@pytest.mark.parametrize(("windows", "short"), [((None,), False), ((100,), True), ((100, None), False)])
+def test_launch_is_chosen_by_the_keys_in_the_window(windows: tuple[int | None, ...], short: bool) -> None:
+    sizes: Any = {"head_dim": 64, "kv_dtype": "float16", "max_len": 1024, "num_layers": len(windows)}
+    [part] = plan(((0, 900),), spec=attrs.evolve(SPEC, sliding_windows=windows, **sizes), config=None, _persistent=True)
+    assert part.config.persistent
+    assert part.config.across_tiles is short
+
+
 def test_float8_prefill_plans_tiles_of_keys_for_sequences_with_many_new_tokens() -> None:
     tiled, direct = plan(((40, 1), (20, 8), (33, 7), (0, 130)), float8=True)
     assert isinstance(tiled, Float8Part)
