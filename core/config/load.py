@@ -207,7 +207,10 @@ def _typed(value: Any, setting: Setting | None) -> Any:
     if setting.type is bool:
         return _BOOLEANS.get(value.lower(), value)
     if setting.type is tuple:
-        return _list(value) if value.startswith("[") else [part.strip() for part in value.split(",") if part.strip()]
+        if value.startswith("["):
+            return _list(value)
+        parts = [part.strip() for part in value.split(",")]
+        return parts if setting.secret else [part for part in parts if part]  # an empty key is refused, not left out
     if setting.type is dict:
         return _toml_value(value)
     try:
