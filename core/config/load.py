@@ -264,10 +264,9 @@ def _check(setting: Setting, value: Any, where: str) -> tuple[Any, list[str]]:
     """The value converted to the setting's type, and the problems with the value."""
     value, wrong = structure(value, setting.annotation, where)
     if wrong:
-        name = setting.path[1]
         if setting.secret:
             return value, [f"{where}: expected a {setting.type_name}; put quotes around each string"]
-        return value, [f"{one}; write it as {name} = {show(setting.default)[0]}, its default" for one in wrong]
+        return value, [f"{one}; give a value like {show(setting.default)[0]}, its default" for one in wrong]
     if setting.choices and value not in setting.choices:
         wrong.append(f"{where}: {value!r} is no choice; {near_misses(value, setting.choices)}")
     low, high = BOUNDS.get(setting.key, (None, None))

@@ -305,6 +305,7 @@ def test_all_that_is_wrong_is_said_at_once_even_if_overridden(write: WriteFile) 
         ({"plugins.allow": "a", "plugins.deny": "a"}, "'a' is in allow and in deny"),
         ({"cache.prefix_caching": "maybe"}, '--prefix-caching: expected true or false, found "maybe"'),
         ({"scheduler.max_running": "1.5"}, '--max-running: expected a whole number, found "1.5"'),
+        ({"server.port": "x"}, r"\(a string\); give a value like 8000, its default$"),
     ],
 )
 def test_impossible_values_are_refused_naming_the_flag(overrides: dict[str, object], message: str) -> None:
