@@ -124,11 +124,17 @@ def configured(*, without: Collection[str] = (), before: str = "") -> Callable[[
         for text in given["assignments"] or ():
             key, typed = key_value(text, "--set")
             override(canonical_key(key), typed, "--set")
-        if model := given.get(MODEL):
+        if (model := given.get(MODEL)) is not None:
             other, origin = overrides.get("model.path", (model, MODEL.upper()))
             if other != model:
                 raise ConfigError(f"MODEL ({model}) and {origin} ({other}) name two models; give one of them")
             overrides["model.path"] = (model, MODEL.upper())
+        named, origin = overrides.get("model.path", (DEMO_MODEL, ""))
+        if not named:
+            raise ConfigError(
+                f"{origin} is empty; give a directory or a name on the hub (ORG/NAME), or leave it out, for the demo"
+                " model"
+            )
         files = given["files"] or [None]
         if len(files) > 1:
             raise ConfigError(

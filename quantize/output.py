@@ -52,8 +52,11 @@ class Output:
         if self.path.is_dir() and any(self.path.iterdir()) and not self._work.is_dir():
             what = "holds a finished checkpoint" if (self.path / REPORT).is_file() else "is not empty"
             raise ConfigError(f"{self.path} {what}, and nothing in it is replaced; give another directory")
-        self._work.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self._work / "lock", os.O_RDWR | os.O_CREAT)
+        try:
+            self._work.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self._work / "lock", os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be written ({error.strerror}); give another directory") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -15,6 +15,7 @@ from engine.cli.bench.load import Load, Measured, opened, parse_counts, run_load
 from engine.cli.bench.report import Json, Plot, Row, engine_settings, percent, report, write
 from engine.cli.bench.roofline import Roofline, measured_roofline
 from engine.cli.options import OFFLINE, configured
+from engine.cli.output_file import output_file
 from engine.cli.tables import print_table
 from engine.core.config import Resolved
 from engine.core.errors import ConfigError
@@ -150,7 +151,11 @@ def latency(
     profile_steps: Annotated[int, typer.Option(help="Decode steps to profile.", min=1)] = 50,
     trace: Annotated[
         Path | None,
-        typer.Option(help="With --profile: write the times of host phases and kernels of a few steps.", metavar="FILE"),
+        typer.Option(
+            help="With --profile: write the times of host phases and kernels of a few steps.",
+            metavar="FILE",
+            callback=output_file,
+        ),
     ] = None,
     bandwidth: Bandwidth = None,
     matmul: MatmulRate = None,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cli.bench.load import say
+from engine.cli.output_file import check_file
 from engine.core.errors import ConfigError
 from engine.core.extras import install_command
 
@@ -25,8 +26,7 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"--plot needs matplotlib; install it with `{install_command('plot')}`")
     if path.suffix.lower() != ".png":
         raise ConfigError(f"--plot {path} is not a PNG file; give a name that ends in .png")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: the directory {path.parent} does not exist")
+    check_file("--plot", path)
 
 
 def plot_throughput(path: Path, results: Sequence[Result], machine: str) -> None:

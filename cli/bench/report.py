@@ -15,6 +15,7 @@ import typer
 from attrs import asdict, frozen
 
 from engine.cli.bench.load import say
+from engine.cli.output_file import output_file
 from engine.core.config import served_name
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ class Row:
     """Share of the roofline (roofline.py); 1.0: the limit of the machine's bandwidth and matmul rate."""
 
 
-Json = Annotated[Path | None, typer.Option("--json", help="File to write the result to, as JSON.", metavar="FILE")]
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", help="File to write the result to, as JSON.", metavar="FILE", callback=output_file),
+]
 Plot = Annotated[
     Path | None, typer.Option("--plot", help="PNG file to draw the result to; needs matplotlib.", metavar="FILE")
 ]

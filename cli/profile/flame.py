@@ -13,13 +13,14 @@ import typer
 
 from engine.cli.bench.load import say
 from engine.cli.bench.report import Json, Row, report, write
+from engine.cli.output_file import output_file
 from engine.cli.processes import Process, thread_cpu_seconds
 from engine.cli.profile.flame_page import flame_page
 from engine.cli.profile.py_spy import Sampling, find_py_spy, record
 from engine.cli.profile.sampled import Sampled, waits_for
 from engine.cli.profile.target import Pid, Url, processes_of
 from engine.cli.tables import print_table
-from engine.core.errors import ConfigError, ExecutorError
+from engine.core.errors import ExecutorError
 
 TOP = 15
 """Functions in the printed table, of each process."""
@@ -43,14 +44,12 @@ def flame(
     pause: Annotated[
         bool, typer.Option("--pause", help="Stop each process for each sample, so that no stack is torn.")
     ] = False,
-    html: Annotated[Path, typer.Option("--output", help="File for the flame graphs.", metavar="FILE")] = Path(
-        "flame.html"
-    ),
+    html: Annotated[
+        Path, typer.Option("--output", help="File for the flame graphs.", metavar="FILE", callback=output_file)
+    ] = Path("flame.html"),
     output: Json = None,
 ) -> None:
     """Sample the Python stacks of all processes of a running server at the same time, by py-spy."""
-    if html.is_dir() or not html.absolute().parent.is_dir():
-        raise ConfigError(f"--output {str(html)!r} cannot be written; give a file in a directory that exists")
     find_py_spy()
     processes = processes_of(url, pid)
     sampling = Sampling(seconds=seconds, rate=rate, idle=idle, native=native, pause=pause)

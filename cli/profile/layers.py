@@ -12,6 +12,7 @@ import typer
 from engine.cli.bench.load import Load, opened, say
 from engine.cli.bench.report import Json, engine_settings, header, write
 from engine.cli.options import OFFLINE, configured, refuse_settings
+from engine.cli.output_file import output_file
 from engine.cli.profile.layer_report import Profiled, as_json, print_layers, write_csv
 from engine.cli.profile.target import AdminKey
 from engine.cli.profile.trace import admin_key, post
@@ -59,7 +60,8 @@ def layers(
         int, typer.Option(help="Parts of modules' names that count, as 3 in model.layers.0; 0: all.", min=0)
     ] = 0,
     table: Annotated[
-        Path | None, typer.Option("--csv", help="File to write the table to, as CSV.", metavar="FILE")
+        Path | None,
+        typer.Option("--csv", help="File to write the table to, as CSV.", metavar="FILE", callback=output_file),
     ] = None,
     output: Json = None,
     resolved: Resolved,

@@ -207,7 +207,10 @@ def _typed(value: Any, setting: Setting | None) -> Any:
     if setting.type is bool:
         return _BOOLEANS.get(value.lower(), value)
     if setting.type is tuple:
-        return _list(value) if value.startswith("[") else [part.strip() for part in value.split(",") if part.strip()]
+        if value.startswith("["):
+            return _list(value)
+        parts = [part.strip() for part in value.split(",")]
+        return parts if setting.secret else [part for part in parts if part]  # an empty key is refused, not left out
     if setting.type is dict:
         return _toml_value(value)
     try:
@@ -261,10 +264,9 @@ def _check(setting: Setting, value: Any, where: str) -> tuple[Any, list[str]]:
     """The value converted to the setting's type, and the problems with the value."""
     value, wrong = structure(value, setting.annotation, where)
     if wrong:
-        name = setting.path[1]
         if setting.secret:
             return value, [f"{where}: expected a {setting.type_name}; put quotes around each string"]
-        return value, [f"{one}; write it as {name} = {show(setting.default)[0]}, its default" for one in wrong]
+        return value, [f"{one}; give a value like {show(setting.default)[0]}, its default" for one in wrong]
     if setting.choices and value not in setting.choices:
         wrong.append(f"{where}: {value!r} is no choice; {near_misses(value, setting.choices)}")
     low, high = BOUNDS.get(setting.key, (None, None))

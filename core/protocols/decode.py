@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
 import msgspec
-from msgspec.inspect import CollectionType, DictType, StructType, Type, UnionType, type_info
+from msgspec.inspect import CollectionType, DictType, LiteralType, StructType, Type, UnionType, type_info
 
 from engine.core.protocols.errors import ApiError
 
@@ -19,6 +19,9 @@ _info = lru_cache(type_info)
 _UNKNOWN = re.compile(r"contains unknown field `([^`]*)`")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
+"""One name or index of such a path."""
+_NO_CHOICE = "Invalid enum value "
 
 
 def convert(value: object, kind: type[T], where: str) -> T:
@@ -36,7 +39,7 @@ def convert(value: object, kind: type[T], where: str) -> T:
             return msgspec.convert(without_unknown_nulls(value, kind), kind)
         except msgspec.ValidationError as error:
             refusal = str(error)
-    raise explain(refusal, where)
+    raise explain(refusal, where, kind=kind)
 
 
 def has_unknown_field(message: str) -> bool:
@@ -81,13 +84,28 @@ def _has_fields(kind: Type) -> bool:
     return _has_fields(kind.value_type) if isinstance(kind, DictType) else isinstance(kind, StructType)
 
 
-def explain(message: str, parent: str = "", *, replaced: Mapping[str, str] = {}) -> ApiError:
+def _choices(kind: Type, path: Sequence[str]) -> list[object]:
+    """The values that a type lists for what is at a path in it; none where it lists no values."""
+    if isinstance(kind, UnionType):
+        return [value for one in kind.types for value in _choices(one, path)]
+    if not path:
+        return list(kind.values) if isinstance(kind, LiteralType) else []
+    if isinstance(kind, StructType):
+        return [value for one in kind.fields if one.encode_name == path[0] for value in _choices(one.type, path[1:])]
+    if isinstance(kind, CollectionType):
+        return _choices(kind.item_type, path[1:])
+    return _choices(kind.value_type, path[1:]) if isinstance(kind, DictType) else []
+
+
+def explain(message: str, parent: str = "", *, kind: type | None = None, replaced: Mapping[str, str] = {}) -> ApiError:
     """Turn msgspec's message into a sentence that begins with the parameter's name.
 
-    parent: the parameter that holds it. replaced: parameters that take only null, and what to use instead.
+    parent: the parameter that holds it. kind: the type that was to be decoded, for the values that it lists.
+    replaced: parameters that take only null, and what to use instead.
     """
-    path = _PATH.search(message)
-    where = ".".join(filter(None, (parent, path.group(1) if path else "")))
+    found = _PATH.search(message)
+    path = found.group(1) if found else ""
+    where = ".".join(filter(None, (parent, path)))
     reason = _PATH.sub("", message)
     if match := _UNKNOWN.search(reason):
         name = f"{where}.{match.group(1)}".lstrip(".")
@@ -98,6 +116,10 @@ def explain(message: str, parent: str = "", *, replaced: Mapping[str, str] = {})
     if reason.startswith("Expected `null`"):
         instead = f"use {replaced[where]} instead" if where in replaced else "leave it out"
         return invalid(f"{where} is not supported by this server; {instead}", where, "unsupported_parameter")
+    choices = _choices(_info(kind), _STEP.findall(path)) if kind and reason.startswith(_NO_CHOICE) else []
+    if choices:
+        allowed = " or ".join(map(str, choices))
+        return invalid(f"{where} is {reason.removeprefix(_NO_CHOICE)}; it must be {allowed}", where, "invalid_type")
     reason = reason[:1].lower() + reason[1:].replace("`", "")
     return invalid(f"{where or 'the body'}: {reason}", where or None, "invalid_type")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from engine.core.config.tree import ModelConfig
 from engine.core.errors import CheckpointError, ConfigError, InvalidRequestError
 from engine.core.parsers.base import Templates
+from engine.core.parsers.chat_templates import syntax_error
 from engine.core.text.sentencepiece_vocabulary import has_sentencepiece_model, open_sentencepiece
 from engine.core.text.token_cache import Separators
 from engine.core.text.token_stream import REPLACEMENT, TokenStream
@@ -89,12 +90,14 @@ class Tokenizer:
 
     @classmethod
     def of_model(cls, model: ModelConfig) -> Tokenizer:
-        """The tokenizer of a configuration. Raises CheckpointError, or ConfigError for an unreadable template file."""
+        """The tokenizer of a configuration. Raises CheckpointError, or ConfigError for the template file."""
         file = model.chat_template
         try:
             template = Path(file).read_text(encoding="utf-8") if file else None
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the chat template {file} cannot be read ({error}); check --chat-template") from None
+        if template is not None and (wrong := syntax_error(template)):
+            raise ConfigError(f"the chat template {file} is not valid Jinja ({wrong}); check --chat-template")
         return cls.open(model.tokenizer or model.path, model.trust_remote_code, template)
 
     @property

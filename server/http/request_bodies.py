@@ -239,7 +239,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     try:
         return decode_json(body, lambda data: _decode(data, kind))
     except msgspec.ValidationError as error:
-        raise explain(str(error), replaced=REPLACED) from None
+        raise explain(str(error), kind=kind, replaced=REPLACED) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {error}") from None
 

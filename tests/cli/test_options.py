@@ -111,6 +111,16 @@ def test_model_is_the_first_argument_or_an_option_and_may_be_both() -> None:
         resolve("a", "--model", "b")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "origin"), [([""], "MODEL"), (["--model", ""], "--model"), (["--set", "model.path="], "--set")]
+)
+def test_an_empty_name_of_a_model_is_refused(arguments: Any, origin: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{origin} is empty; give a directory or a name on the hub .*, or leave it out"
+    ):
+        resolve(*arguments)
+
+
 def test_a_name_on_the_hub_in_a_file_of_settings_is_no_path(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('[model]\npath = "org/name"\ntokenizer = "other/name"\ndownload_dir = "models"\n')

@@ -316,6 +316,12 @@ def test_other_directories_are_not_written_to(model: Path, tmp_path: Path) -> No
     assert [file.name for file in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 
+def test_a_directory_that_cannot_be_created_is_an_error(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refuse(ConfigError, r"file/out cannot be written \(Not a directory\); give another directory", model,
+           tmp_path / "file" / "out", Settings.choose("int8"))  # fmt: skip
+
+
 def test_checkpoint_without_a_tensor_is_an_error(model: Path, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

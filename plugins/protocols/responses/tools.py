@@ -112,7 +112,7 @@ def read_choice(given: str | Mapping[str, Any] | None, tools: Tools) -> ToolChoi
     raise ApiError(
         400,
         f'tool_choice must be {", ".join(MODES)}, {{"type": "function", "name": "..."}} or {{"type": "allowed_tools", '
-        '"mode": "auto", "tools": [...]}}; this server runs no tools itself',
+        '"mode": "auto", "tools": [...]}; this server runs no tools itself',
         param="tool_choice",
     )
 

@@ -75,6 +75,8 @@ def test_a_single_string_is_a_list_of_one(write: WriteFile) -> None:
         ("plugins.deny", ["a", "b"], ("a", "b")),
         ("plugins.deny", "[a, b]", ("a", "b")),
         ("server.api_key", "a", ("a",)),
+        ("server.api_key", "[]", ()),
+        ("plugins.deny", "", ()),
         ("plugins.deny", '["a", "b"]', ("a", "b")),
         ("attention.options.n", "[a, 2]", ["a", 2]),
         ("model.served_name", "12", "12"),
@@ -274,6 +276,9 @@ def test_all_that_is_wrong_is_said_at_once_even_if_overridden(write: WriteFile) 
         ({"cache.memory": "3GiX"}, "--kv-memory: '3GiX' is not a size"),
         ({"cache.memory": "1GiB", "cache.memory_fraction": "0.5"}, "--memory-fraction: cache.memory .* leave out one"),
         ({"server.api_key": "k l"}, "--api-key: a key is empty or has spaces"),
+        ({"server.api_key": ""}, "--api-key: a key is empty or has spaces"),
+        ({"server.api_key": "k, ,l"}, "--api-key: a key is empty or has spaces"),
+        ({"server.admin_api_key": ""}, "--admin-api-key: a key is empty or has spaces"),
         ({"server.allowed_origins": "example.com"}, "--allowed-origins: 'example.com' is no origin"),
         ({"server.allowed_hosts": "http://a"}, "--allowed-hosts: 'http://a' is no name"),
         ({"server.host": ""}, "--host: the address is empty"),
@@ -300,6 +305,7 @@ def test_all_that_is_wrong_is_said_at_once_even_if_overridden(write: WriteFile) 
         ({"plugins.allow": "a", "plugins.deny": "a"}, "'a' is in allow and in deny"),
         ({"cache.prefix_caching": "maybe"}, '--prefix-caching: expected true or false, found "maybe"'),
         ({"scheduler.max_running": "1.5"}, '--max-running: expected a whole number, found "1.5"'),
+        ({"server.port": "x"}, r"\(a string\); give a value like 8000, its default$"),
     ],
 )
 def test_impossible_values_are_refused_naming_the_flag(overrides: dict[str, object], message: str) -> None:

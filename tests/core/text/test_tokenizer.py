@@ -211,6 +211,17 @@ def test_of_model_reads_a_chat_template_from_a_file(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.chat([{"role": "user", "content": "the"}])) == "the!"
 
 
+def test_of_model_raises_when_the_template_of_a_file_is_not_jinja(tmp_path: Path) -> None:
+    save(tmp_path, byte_level())
+    file = tmp_path / "other.jinja"
+    model = ModelConfig(path=str(tmp_path), chat_template=str(file))
+    file.write_text("{{ messages[0].content }}\n{% for %}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"other\.jinja is not valid Jinja \(line 2: .*\); check --chat-template"):
+        Tokenizer.of_model(model)
+    file.write_text("{% for m in messages %}{%- generation %}!{%+ endgeneration %}{% break %}{% endfor %}", "utf-8")
+    assert Tokenizer.of_model(model).decode(Tokenizer.of_model(model).chat([USER])) == "!"
+
+
 def test_open_raises_without_a_usable_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(CheckpointError, match="has no tokenizer"):
