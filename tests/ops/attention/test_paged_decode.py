@@ -423,4 +423,4 @@ def test_decode_attends_with_each_config(number: Any) -> None:
 
 
 def test_pad_sequences_returns_few_sizes() -> None:
-    assert {pad_sequences(count) for count in range(1, 513)} == {16, 256, 512}
+    assert {pad_sequences(count) for count in range(1, 513)} == {32, 256, 512}
