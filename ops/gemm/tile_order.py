@@ -25,14 +25,14 @@ def loaded_shape(x: torch.Tensor, tile_rows: int) -> tuple[list[int], list[int]]
 
 
 @triton.jit
-def place_of_tile(tile, rows, outputs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first row of x and the first row of W of the tile with this number."""
+def place_of_tile(tile, rows, outputs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr = SWIZZLE):
+    """The first row of x and the first row of W of the tile with this number. STRIP: as SWIZZLE."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(outputs, BLOCK_N)
-    strip = tile // (SWIZZLE * tiles_n)
-    height = tl.minimum(tiles_m - strip * SWIZZLE, SWIZZLE)
-    place = tile % (SWIZZLE * tiles_n)
-    return (strip * SWIZZLE + place % height) * BLOCK_M, place // height * BLOCK_N
+    strip = tile // (STRIP * tiles_n)
+    height = tl.minimum(tiles_m - strip * STRIP, STRIP)
+    place = tile % (STRIP * tiles_n)
+    return (strip * STRIP + place % height) * BLOCK_M, place // height * BLOCK_N
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import torch
 from attrs import evolve
 
 from engine.ops.activation.quantize_rows import VALUE_ROW_MULTIPLE
+from engine.ops.gemm import persistent_matmul
 from engine.ops.gemm.scaled_matmul import W8A8Tile, matmul
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.plugins.quant.w8a8_matmul import PERSISTENT_SHAPES
@@ -22,28 +24,41 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from engine.ops.gemm.persistent_matmul import _matmul_kernel as kernel
+from engine.ops.gemm import persistent_matmul
 
-def block(kind, bits, columns):
+def block(kind, bits, rows, columns):
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
-    return f"tensordesc<{kind}[128, {columns}],{layout!r}>"
+    return f"tensordesc<{kind}[{rows}, {columns}],{layout!r}>"
 
-constants = {"STAGES": 5, "SPLITS": 2, "BIAS": True, "PDL": True}
+rows, outputs, warps = ROWS, OUTPUTS, WARPS
+kernel = persistent_matmul.NAME
+constants = CONSTANTS
 types = {
-    "out": block("bf16", 16, 64), "x": block("i8", 8, 128), "weight": block("i8", 8, 128), "x_scale": "*fp32",
-    "scale": "*fp32", "bias": "*bf16", "partials": "*i32", "arrivals": "*i32",
+    "out": block("bf16", 16, rows, 64), "x": block("i8", 8, rows, 128), "weight": block("i8", 8, outputs, 128),
+    "x_scale": "*fp32", "scale": "*fp32", "bias": "*bf16", "partials": "*i32", "arrivals": "*i32",
 }
 signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
 values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-options = {"num_warps": 8, "launch_pdl": True}
+options = {"num_warps": warps, "launch_pdl": True}
 print(triton.compile(GluonASTSource(kernel, signature, values), GPUTarget("cuda", 90, 32), options).asm["ptx"])
 """
 """Without a GPU, int8 for Hopper."""
 
 
-def test_two_int8_steps_are_in_flight() -> None:
+@pytest.mark.parametrize(
+    ("name", "rows", "outputs", "warps", "constants"),
+    [
+        ("_matmul_kernel", 128, 128, 8, {"STAGES": 5, "SPLITS": 2, "BIAS": True, "PDL": True}),
+        ("_specialized_kernel", 64, 256, 4, {"STAGES": 4, "STRIP": 16, "BIAS": True, "PDL": True}),
+    ],
+)
+def test_two_int8_steps_are_in_flight(
+    name: str, rows: int, outputs: int, warps: int, constants: dict[str, object]
+) -> None:
+    values = {"ROWS": rows, "OUTPUTS": outputs, "WARPS": warps, "NAME": name, "CONSTANTS": constants}
+    script = re.sub(r"\b(ROWS|OUTPUTS|WARPS|NAME|CONSTANTS)\b", lambda match: str(values[match[0]]), COMPILE)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     steps = [line.strip() for line in done.stdout.splitlines() if "wgmma." in line]
     products = [number for number, line in enumerate(steps) if "mma_async" in line]
@@ -76,3 +91,25 @@ def test_products_equal_float64_and_repeat(
             assert torch.equal(
                 matmul(before_others(codes[0], VALUE_ROW_MULTIPLE), *codes[1:], half, tile, workspace), first
             )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("rows", "weight_rows", "inputs"),
+    [(1, 272, 128), (257, 1032, 4224), (3001, 6160, 256), (2048, 6144, 4096), (4100, 4096, 14336)],
+)
+def test_specialized_warps_write_every_output_with_the_bits_of_the_others(
+    kind: str, rows: int, weight_rows: int, inputs: int, hopper: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tile = W8A8Tile(rows=128, outputs=256, warps=8, stages=4, persistent=True)
+    workspace = Workspace(hopper)
+    operands = Operands(kind, rows, weight_rows, inputs, hopper, biased=rows == 257, half=torch.bfloat16)
+    codes = (operands.x_codes, operands.x_scale, operands.weight, operands.scale, operands.bias)
+    results = []
+    for specialized in (True, False):
+        monkeypatch.setattr(persistent_matmul, "is_specialized", lambda tile, value=specialized: value)
+        results.append(torch.full((rows, weight_rows), torch.nan, dtype=torch.bfloat16, device=hopper))
+        persistent_matmul.launch(results[-1], *codes, tile, workspace)
+    assert not results[0].isnan().any()
+    assert torch.equal(*results)
