@@ -1,5 +1,5 @@
 """The rehearsal: prompt steps and a decode step through a started executor, before the first request; on a GPU also a
-full step."""
+short prompt and a full step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.core.errors import CheckpointError, ExecutorError, StepFaultError
 from engine.core.executors.base import Executor, Health
 from engine.core.plugin_host.faults import PluginCall, expect, name_fault, shown
 from engine.core.schedulers.block_kinds import longest_context, num_indices
-from engine.core.schedulers.prompt_step import SEQUENCE, STEP, chunked_prompt_steps, prompt_step, rehearsed_tokens
+from engine.core.schedulers.prompt_step import SEQUENCE, SHORT_PROMPT, STEP, chunked_prompt_steps, prompt_step
 from engine.core.types import NO_TOKEN, CacheInfo, Step, StepResult
 
 
@@ -26,18 +26,19 @@ def rehearse(
     full: bool,
     propose: int = 0,
 ) -> None:
-    """Run a prompt in three chunks and one decode step, on all ranks, and check every answer of the executor.
+    """Run a prompt in two chunks and one decode step, on all ranks, and check every answer of the executor.
 
     The steps compute sequences that no scheduler knows. A last step, of nothing else, makes the runner forget them;
     what remains are keys and values in blocks that are free.
 
     owner: how errors name the executor's plugin. not_built_in: Parts.not_built_in. max_tokens: of a step. full: also
-    run a step of as many tokens as a step may have. A GPU's allocator then holds the memory that the first burst of
-    requests needs; to allocate it takes tens of milliseconds. propose: Step.propose of the steps that sample.
+    run a short prompt, whose attention may have another kernel, and a step of as many tokens as a step may have. A
+    GPU's allocator then holds the memory that the first burst of requests needs; to allocate it takes tens of
+    milliseconds. propose: Step.propose of the steps that sample.
     Raises CheckpointError, ExecutorError or PluginFaultError for an error that the first request would have met.
     """
     fits = longest_context(cache.kinds, cache.num_blocks, cache.block_size, max_tokens)
-    length = min(rehearsed_tokens(cache.block_size), max_len - 1, max_tokens, fits - 1)
+    length = min(cache.block_size + 1, max_len - 1, max_tokens, fits - 1)
     if length < 1:
         return  # there is no room for a prompt and a token
     steps = chunked_prompt_steps(length, cache.kinds, cache.block_size, propose=propose)
@@ -53,9 +54,12 @@ def rehearse(
             calls.expect_no_token(result)
     finished = [SEQUENCE]
     lengths = _full_lengths(cache, max_tokens, max_len, max_running - 1) if full else []
-    if lengths:
-        # These prompts reuse the blocks of the rehearsal's sequence.
-        step = prompt_step(lengths, cache.kinds, cache.block_size, first=SEQUENCE + 1)
+    batches = [lengths] if lengths else []
+    if 0 < len(lengths) < max_running - 1:
+        batches.insert(0, [min(SHORT_PROMPT, lengths[0])])
+    for prompts in batches:
+        # These prompts reuse the blocks of the sequences before.
+        step = prompt_step(prompts, cache.kinds, cache.block_size, first=finished[-1] + 1)
         calls.run(step)
         finished += [one.sequence for one in step.new]
     calls.run(Step(id=STEP, decodes=(), chunks=(), finished=tuple(finished)))

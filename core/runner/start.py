@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import evolve
 
 from engine.core.attention.state_pool import StatePool
 from engine.core.config.tree import EngineConfig
@@ -60,7 +61,7 @@ from engine.core.runner.trial_step import TrialResult, TrialStep, full_step
 from engine.core.runner.warm_up import MAX_KERNEL_ROWS, warm_up_sampling, warm_up_verification
 from engine.core.sampling.sampler import Sampler
 from engine.core.sampling.token_counts import TokenCounts
-from engine.core.schedulers.prompt_step import chunked_prompt_steps, rehearsed_tokens
+from engine.core.schedulers.prompt_step import SEQUENCE, SHORT_PROMPT, chunked_prompt_steps, prompt_step
 from engine.core.startup import Phases
 from engine.core.types import CacheInfo
 from engine.core.weights.checkpoint import Checkpoint
@@ -288,10 +289,11 @@ class RunnerStart:
         if graphs.piecewise is not None:
             graphs.piecewise.run_all_without_graphs()
         self._warm_up(state)
-        block_size = self._spec.block_size
-        length = max(1, min(rehearsed_tokens(block_size), self._spec.max_len - 1, tokens - 1))
-        for step in chunked_prompt_steps(length, self.layout.kinds, block_size):
+        kinds, block_size = self.layout.kinds, self._spec.block_size
+        for step in chunked_prompt_steps(block_size, kinds, block_size):
             launcher.launch(step)
+        short = prompt_step([min(SHORT_PROMPT, self._spec.max_len, tokens)], kinds, block_size, first=SEQUENCE + 1)
+        launcher.launch(evolve(short, finished=(SEQUENCE,)))
 
     def _plan_memory(self, free: int, weights: int, activations: int, kernels: int) -> MemoryPlan:
         return plan_memory(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from attrs import evolve
-
 from engine.core.types import BlockKind, NewSequence, PrefillChunk, SamplingParams, Step
 
 STEP = 0
@@ -14,7 +12,7 @@ STEP = 0
 SEQUENCE = 0
 """Number of the first sequence of these steps; the scheduler's begin with 1."""
 SHORT_PROMPT = 128
-"""Tokens of the third chunk of `chunked_prompt_steps`."""
+"""Tokens of a prompt that is neither few tokens nor a full step: attention backends may have another kernel for it."""
 
 
 def prompt_step(lengths: Iterable[int], kinds: Sequence[BlockKind], block_size: int, *, first: int = 0) -> Step:
@@ -35,30 +33,20 @@ def prompt_step(lengths: Iterable[int], kinds: Sequence[BlockKind], block_size: 
     return Step(id=STEP, decodes=(), chunks=chunks, new=tuple(prompts), blocks=tuple(blocks))
 
 
-def rehearsed_tokens(block_size: int) -> int:
-    """Tokens of a prompt that `chunked_prompt_steps` computes in three chunks."""
-    return 1 + block_size + SHORT_PROMPT
-
-
 def chunked_prompt_steps(length: int, kinds: Sequence[BlockKind], block_size: int, *, propose: int = 0) -> list[Step]:
-    """Steps that compute one prompt in up to three chunks, and sample its next token greedily: one token, a block, the
-    rest.
+    """Steps that compute one prompt in two chunks, the first of one token, and sample its next token greedily.
 
-    Attention backends may have other kernels for few tokens and for short prompts. The blocks have room for one
-    generated token. length: tokens of the prompt, at most `rehearsed_tokens`. propose: Step.propose.
+    Attention backends may have another kernel for few tokens. The blocks have room for one generated token. propose:
+    Step.propose.
     """
     params = SamplingParams(temperature=0.0, seed=0)
     prompt = NewSequence(sequence=SEQUENCE, tokens=(0,) * length, prompt_len=length, params=params)
     indices, free = -(-(length + 1) // block_size), itertools.count()
     tables = tuple(tuple(itertools.islice(free, indices * kind.groups)) for kind in kinds)
     blocks = tuple((SEQUENCE * len(tables) + number, table) for number, table in enumerate(tables))
-    steps: list[Step] = []
-    start = 0
-    for wanted in (1, 1 + block_size, length):
-        end = min(wanted, length)
-        if start < end:
-            chunk = PrefillChunk(SEQUENCE, start, end - start, end == length)
-            steps.append(Step(id=STEP, decodes=(), chunks=(chunk,), propose=propose))
-            start = end
-    steps[0] = evolve(steps[0], new=(prompt,), blocks=blocks)
+    first = PrefillChunk(SEQUENCE, 0, 1, length == 1)
+    steps = [Step(id=STEP, decodes=(), chunks=(first,), new=(prompt,), blocks=blocks, propose=propose)]
+    if length > 1:
+        rest = PrefillChunk(SEQUENCE, 1, length - 1, True)
+        steps.append(Step(id=STEP, decodes=(), chunks=(rest,), propose=propose))
     return steps

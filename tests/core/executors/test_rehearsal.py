@@ -14,7 +14,7 @@ from engine.core.errors import CheckpointError, ExecutorError, PluginError
 from engine.core.executors.base import Health
 from engine.core.executors.rehearsal import rehearse
 from engine.core.runner.step import StepLauncher
-from engine.core.types import CacheInfo, EngineStats, SamplingParams, Step, StepResult
+from engine.core.types import FULL, CacheInfo, EngineStats, SamplingParams, Step, StepResult
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.executors.uniproc import UniprocExecutor
 
@@ -36,13 +36,11 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     return seen
 
 
-def test_start_runs_a_prompt_in_three_chunks_and_a_decode_step(make_engine: Any, steps: list[Step]) -> None:
+def test_start_runs_a_prompt_in_two_chunks_and_a_decode_step(make_engine: Any, steps: list[Step]) -> None:
     engine = make_engine()
-    first, second, third, decode, end = steps
-    block_size = engine.cache_info.block_size
+    first, second, decode, end = steps
     assert [(chunk.count, chunk.sample) for chunk in first.chunks] == [(1, False)]
-    assert [(chunk.count, chunk.sample) for chunk in second.chunks] == [(block_size, False)]
-    assert [(chunk.count, chunk.sample) for chunk in third.chunks] == [(128, True)]
+    assert [(chunk.count, chunk.sample) for chunk in second.chunks] == [(engine.cache_info.block_size, True)]
     assert (decode.decodes, decode.chunks) == ((0,), ())
     assert (end.decodes, end.chunks, end.finished) == ((), (), (0,))
     assert "rehearsal" in dict(engine.cache_info.phases)
@@ -85,7 +83,7 @@ def test_rehearsal_leaves_no_state(make_engine: Any, monkeypatch: pytest.MonkeyP
 def test_rehearsal_fits_into_small_limits(make_engine: Any, settings: dict[str, int], steps: list[Step]) -> None:
     make_engine(**settings)
     lengths = [chunk.count for step in steps for chunk in step.chunks]
-    assert lengths == ([1, 1, 128] if "cache__block_size" in settings else [1])
+    assert lengths == ([1, 1] if "cache__block_size" in settings else [1])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +109,8 @@ def test_full_step_has_all_tokens_that_limits_allow(
     )
     *_, full, end = steps
     assert [chunk.count for chunk in full.chunks] == lengths
-    assert end.finished == tuple(range(len(lengths) + 1))
+    has_short_prompt = 0 < len(lengths) < max_running - 1
+    assert end.finished == tuple(range(1 + has_short_prompt + len(lengths)))
     assert not engine._executor._runner._launcher.state.persistent_batch._sequences
 
 
@@ -140,6 +139,19 @@ def test_full_step_has_all_tokens_when_all_layers_keep_a_state() -> None:
     limits = {"max_tokens": 40, "max_len": 24, "max_running": 4, "vocab_size": 9}
     rehearse(executor, cache, owner="executor 'mine'", not_built_in="", full=True, **limits)
     assert [chunk.count for chunk in executor.steps[-2].chunks] == [24, 16]
+
+
+@pytest.mark.parametrize(("max_len", "tokens"), [(24, 24), (500, 128)])
+def test_a_short_prompt_precedes_the_full_step(max_len: int, tokens: int) -> None:
+    sizes = dict.fromkeys(("weights_bytes", "activation_bytes", "kv_bytes", "budget_bytes"), 0)
+    cache = CacheInfo(num_blocks=100, block_size=16, kinds=(FULL,), device="", dtype="float32", **sizes)
+    executor: Any = Recording()
+    limits = {"max_tokens": 2 * max_len, "max_len": max_len, "max_running": 4, "vocab_size": 9}
+    rehearse(executor, cache, owner="executor 'mine'", not_built_in="", full=True, **limits)
+    *_, short, full, end = executor.steps
+    assert [(chunk.sequence, chunk.count) for chunk in short.chunks] == [(1, tokens)]
+    assert full.chunks[0].sequence == 2
+    assert (end.chunks, end.finished) == ((), (0, 1, *(one.sequence for one in full.new)))
 
 
 def test_start_fails_with_the_error_of_the_rehearsal(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

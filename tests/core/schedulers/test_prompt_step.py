@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from engine.core.schedulers.prompt_step import chunked_prompt_steps, prompt_step, rehearsed_tokens
+from engine.core.schedulers.prompt_step import prompt_step
 from engine.core.types import FULL, BlockKind, PrefillChunk
 
 TWO_KINDS = (BlockKind(name="full", groups=2), BlockKind(name="window 8", window=8, groups=1))
@@ -35,30 +35,3 @@ def test_each_kind_has_a_table_per_prompt_and_no_block_is_in_two() -> None:
 def test_no_prompt_is_an_empty_step() -> None:
     step = prompt_step([], TWO_KINDS, 16)
     assert (step.chunks, step.new, step.blocks) == ((), (), ())
-
-
-@pytest.mark.parametrize(
-    ("length", "chunks"),
-    [
-        (1, [(0, 1, True)]),
-        (2, [(0, 1, False), (1, 1, True)]),
-        (17, [(0, 1, False), (1, 16, True)]),
-        (18, [(0, 1, False), (1, 16, False), (17, 1, True)]),
-        (145, [(0, 1, False), (1, 16, False), (17, 128, True)]),
-    ],
-)
-def test_chunked_prompt_steps_are_a_token_a_block_and_the_rest(
-    length: int, chunks: list[tuple[int, int, bool]]
-) -> None:
-    steps = chunked_prompt_steps(length, TWO_KINDS, 16, propose=3)
-    assert [step.chunks for step in steps] == [(PrefillChunk(0, *chunk),) for chunk in chunks]
-    assert [step.propose for step in steps] == [3] * len(chunks)
-    [prompt] = steps[0].new
-    assert (prompt.tokens, prompt.prompt_len) == ((0,) * length, length)
-    indices = length // 16 + 1
-    assert [(table, len(blocks)) for table, blocks in steps[0].blocks] == [(0, 2 * indices), (1, indices)]
-    assert not any(step.new or step.blocks for step in steps[1:])
-
-
-def test_the_longest_chunked_prompt_has_three_chunks() -> None:
-    assert rehearsed_tokens(16) == 145

@@ -292,7 +292,7 @@ def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for
         ({"max_tokens": None}, "max_tokens: expected int, got null"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"mine": 1}, "mine is not a parameter of this server"),
-        ({"speed": "fast"}, "speed: "),
+        ({"speed": "fast"}, "speed is 'fast'; it must be standard"),
         ({"container": "c"}, "container is not supported"),
         ({"stop_sequences": ["a", "b", "c"]}, "stop_sequences: "),
         ({"temperature": -1}, "temperature"),
