@@ -17,10 +17,9 @@ Invariants:
 - A decoding sequence has room in its blocks for the next token before each step that includes it. The iteration at
   which its blocks are full is known in advance, as its next event. So planning looks only at sequences with an event,
   prefilling ones and waiting ones, not at every decoding sequence.
-- Drafts are planned when no step is in flight, and no step is planned while a step with drafts is in
-  flight. Accepted drafts are
-  tokens in addition to that of the iteration (`Drafting`); blocks of rejected drafts are freed, and no block with an
-  unverified token is shared.
+- Drafts are planned when no step is in flight, and no step is planned while a step with drafts is in flight. Accepted
+  drafts are tokens in addition to that of the iteration (`Drafting`); blocks of rejected drafts are freed, and no block
+  with an unverified token is shared.
 - Committing a result only appends tokens, until a token finishes the request (`finish_len`) or fills a block
   (`full_len`).
 """

@@ -38,7 +38,7 @@ MAX_INT8_WIDTH = gl.constexpr(128)
 """Outputs per wgmma instruction of int8: the compiler supports no wider ones."""
 MAX_PIECE = 64
 """Outputs per TMA store, at most: 128 bytes per row."""
-STRIP = 16
+STRIP = gl.constexpr(16)
 """As tile_order.SWIZZLE, for tiles with specialized warps: W is read from memory half as often."""
 CONSUMERS = gl.constexpr(2)
 """Warpgroups that multiply, where warps are specialized."""
@@ -222,7 +222,7 @@ def _fetch_parts(x, x_stages, filled, stage, begin_m, start, pred):
 
 
 @gluon.jit
-def _load(sources, shared, place, sizes, STRIP: gl.constexpr):
+def _load(sources, shared, place, sizes):
     """The warp that loads, from the position `place` on. Loads of the first STAGES steps have begun before."""
     x, weight = sources
     x_stages, weight_stages, filled, free = shared
@@ -248,7 +248,7 @@ def _load(sources, shared, place, sizes, STRIP: gl.constexpr):
 
 
 @gluon.jit
-def _consume(arguments, shared, pieces, sizes, NUMBER: gl.constexpr, STRIP: gl.constexpr, BIAS: gl.constexpr):
+def _consume(arguments, shared, pieces, sizes, NUMBER: gl.constexpr, BIAS: gl.constexpr):
     """The warpgroup that computes part NUMBER of each tile's rows."""
     out, x_scale, scale, bias = arguments
     x_stages, weight_stages, filled, free = shared
@@ -296,7 +296,7 @@ def _consume(arguments, shared, pieces, sizes, NUMBER: gl.constexpr, STRIP: gl.c
 @gluon.jit(do_not_specialize=["rows"])
 def _specialized_kernel(
     out, x, weight, x_scale, scale, bias, rows, outputs, inputs,
-    STAGES: gl.constexpr, STRIP: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As `_matmul_kernel` without splits; blocks of out and x have a consumer's rows. Loads run up to STAGES steps
     ahead of the products, across tiles."""
@@ -336,9 +336,9 @@ def _specialized_kernel(
     sizes = (rows, outputs, inputs)
     gl.warp_specialize(
         [
-            (_consume, (arguments, shared, first_pieces, sizes, 0, STRIP, BIAS)),
-            (_consume, (arguments, shared, second_pieces, sizes, 1, STRIP, BIAS)),
-            (_load, ((x, weight), shared, place, sizes, STRIP)),
+            (_consume, (arguments, shared, first_pieces, sizes, 0, BIAS)),
+            (_consume, (arguments, shared, second_pieces, sizes, 1, BIAS)),
+            (_load, ((x, weight), shared, place, sizes)),
         ],
         [4, 1],
         [232, 40],  # registers per thread; the first group gets the rest
@@ -386,7 +386,7 @@ def launch(
     kernel = _specialized_kernel if specialized else _matmul_kernel
     if specialized:
         arguments += sizes
-        constants |= {"STRIP": STRIP, "num_warps": 4}
+        constants["num_warps"] = 4
     else:
         arguments += (partials, workspace.arrivals, *sizes)
         constants |= {"SPLITS": tile.splits, "num_warps": tile.warps}

@@ -49,7 +49,7 @@ print(triton.compile(GluonASTSource(kernel, signature, values), GPUTarget("cuda"
     ("name", "rows", "outputs", "warps", "constants"),
     [
         ("_matmul_kernel", 128, 128, 8, {"STAGES": 5, "SPLITS": 2, "BIAS": True, "PDL": True}),
-        ("_specialized_kernel", 64, 256, 4, {"STAGES": 4, "STRIP": 16, "BIAS": True, "PDL": True}),
+        ("_specialized_kernel", 64, 256, 4, {"STAGES": 4, "BIAS": True, "PDL": True}),
     ],
 )
 def test_two_int8_steps_are_in_flight(
