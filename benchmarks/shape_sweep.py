@@ -1,13 +1,16 @@
 """Random shapes next to the nearest shapes that kernels were tuned on: is any kernel or tile chosen for a known model?
 
-    python benchmarks/shape_sweep.py [--seed 0] [--cases 30] [--only KIND ...] [--limit SECONDS] [--json FILE]
+    python benchmarks/shape_sweep.py [--seed 0] [--cases 30] [--only KIND ...] [--neighbours MODEL ...]
+        [--limit SECONDS] [--json FILE]
 
 Draws cases within what users run: linear layers (16-bit weights at few rows; fp8, int8 and 4-bit weights at few and
 many rows), decode attention (16-bit and float8 caches) and prefill attention. The engine makes each layer and chooses
 its kernel as at start-up, by measurement or by a rule. The neighbour of a case is the nearest shape, by logarithms of
-its sizes, of the linear and attention layers of Qwen3-0.6B and Llama-3.1-8B, with the same weights and the same rows or
-sequences. Linear layers are timed after the norm that makes their input, all from CUDA graphs, with cold weights and
-caches; a case, its neighbour and a tiny layer in turn, ROUNDS times, of which the medians count.
+its sizes, of the linear and attention layers of the models whose tuning results come with the package
+(scripts/tune_kernels.py), or of those named by --neighbours, with the same weights and the same rows or sequences; of
+attention with heads of the same size, as each size has kernels of its own. Linear layers are timed after the norm that
+makes their input, all from CUDA graphs, with cold weights and caches; a case, its neighbour and a tiny layer in turn,
+ROUNDS times, of which the medians count.
 
 A case's floor is the least time that its bytes or its operations take, at a copy bandwidth and matmul rates measured in
 the same run. A small layer is far from its floor whatever its kernel is, because launches take a fixed time, which the
@@ -30,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from sweep_attention import AttentionSweep
 from sweep_cases import (
     KINDS,
@@ -249,6 +252,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=30, metavar="N")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="of the drawn cases, those of a kind")
+    parser.add_argument("--neighbours", nargs="+", choices=Space().models, metavar="MODEL")
     parser.add_argument("--limit", type=float, default=110, metavar="SECONDS", help="start no further case after this")
     parser.add_argument("--bandwidth", type=float, help="TB/s; by default a copy is timed")
     parser.add_argument("--matmul", type=float, help="TFLOP/s in 16 and 8 bits; by default matmuls are timed")
@@ -266,6 +270,8 @@ def main() -> None:
     # With its number, a CPU is to the engine like a GPU: it chooses kernels for GPUs, and the interpreter runs them.
     device = torch.device("cpu" if options.small else "cuda", 0)
     space = SMALL if options.small else Space()
+    if options.neighbours:
+        space = evolve(space, models=tuple(options.neighbours))
     cases = [case for case in draw(options.seed, options.cases, space) if case.kind in options.only]
     limits = find_limits(device, options.bandwidth, options.matmul)
     ceilings = (

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 from attrs import evolve, frozen
 from models import MODELS
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
+import tune_kernels
 
 LINEAR_KINDS = ("bf16", "fp8", "int8", "4bit")
 ATTENTION_KINDS = ("decode", "decode-float8", "prefill")
@@ -94,6 +99,15 @@ class Model:
         )
         return cls(hidden=config["hidden_size"], intermediate=config["intermediate_size"], attention=heads)
 
+    @classmethod
+    def from_name(cls, name: str) -> Model:
+        """A model whose tuning results come with the package, or one of models.MODELS."""
+        sizes = tune_kernels.MODELS.get(name)
+        if sizes is None:
+            return cls.from_config(MODELS[name])
+        heads = Heads(heads=sizes.heads, kv_heads=sizes.kv_heads, head_dim=sizes.head_dim)
+        return cls(hidden=sizes.hidden, intermediate=sizes.intermediate, attention=heads)
+
     @property
     def linears(self) -> Mapping[str, LinearShape]:
         """The linear layers by role."""
@@ -124,13 +138,14 @@ class Space:
     context: tuple[int, int] = (128, 16384)
     prompts: int = 8
     prompt: tuple[int, int] = (128, 4096)
-    models: tuple[str, ...] = ("qwen3-0.6b", "llama-3.1-8b")
+    models: tuple[str, ...] = tuple(tune_kernels.MODELS)
+    """Those whose tuning results come with the package."""
     dtype: str = "bfloat16"
     """Of activations; not drawn."""
 
     def known(self) -> list[Model]:
         """The models whose shapes are neighbours."""
-        return [Model.from_config(MODELS[name]) for name in self.models]
+        return [Model.from_name(name) for name in self.models]
 
     def draw_model(self, pick: random.Random) -> Model:
         """A model of random sizes. The query heads together are about as wide as the hidden size."""
@@ -225,8 +240,11 @@ class AttentionCase:
         return 2 * sum(self.lengths) * self.shape.kv_heads * self.shape.head_dim * self.itemsize
 
     def neighbour(self, space: Space) -> AttentionCase:
-        """The nearest attention layer of a known model, with the same sequences."""
-        return evolve(self, shape=nearest(self.shape, [model.attention for model in space.known()]))
+        """The nearest attention layer of a known model, with heads of the same size if there is one, and the same
+        sequences."""
+        known = [model.attention for model in space.known()]
+        alike = [heads for heads in known if heads.head_dim == self.shape.head_dim]
+        return evolve(self, shape=nearest(self.shape, alike or known))
 
     def smallest(self) -> AttentionCase:
         """One short sequence."""

@@ -11,6 +11,10 @@ there are few sequences, the list is therefore padded so that each of them start
 makes all ranges much longer. Merging takes 2 to 3 us. If there is a program for each sequence, and the longest is not
 much longer than a range, each sequence is therefore one range.
 
+A program fills its pipeline at the start of each sequence. Where ranges have tiles of several sequences, the list
+therefore has `start_tiles` more entries before the tiles of each sequence: a range with many short contexts, as where
+they are in the order of their lengths, has fewer tiles.
+
 The query heads of a KV head are the rows (M) of the matrix products, so keys and values are read once for all of them.
 A float8 cache with 16-bit queries has its own loop (paged_decode_float8) and launch parameters (paged_decode_config).
 """
@@ -107,6 +111,7 @@ def paged_decode(
         MERGE_SIZE=merge_size(group, head_dim, config),
         EXTRA_TILES=config.extra_tiles,
         MIN_TILES=config.min_tiles,
+        START_TILES=config.start_tiles,
         FLOAT8=float8,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -161,6 +166,7 @@ def _decode_kernel(
     MERGE_SIZE: tl.constexpr,
     EXTRA_TILES: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    START_TILES: tl.constexpr,
     FLOAT8: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -177,11 +183,13 @@ def _decode_kernel(
     if MIN_TILES > 1:
         tiles_per_program = tl.maximum(tiles_per_program, tl.minimum(tl.cdiv(longest, MANY_PARTS), MIN_TILES))
     whole_tiles = tl.minimum(tiles_per_program + EXTRA_TILES, tiles_per_program * WHOLE_RATIO)
+    start_tiles = num_tiles * 0 + START_TILES
     if (num_sequences <= num_programs) & (longest <= whole_tiles):
         # One range per sequence, so that nothing is merged.
         tiles_per_program = longest
         tile_counts = tl.minimum(tile_counts, 1) * longest
         num_tiles = num_sequences * longest
+        start_tiles = 0
     elif num_sequences * MIN_PARTS <= num_programs:
         # Pad every sequence to whole ranges, as short as the number of programs allows, or nearly; but not if that
         # makes ranges more than a quarter longer.
@@ -192,14 +200,21 @@ def _decode_kernel(
             tiles_per_program = range_tiles
             tile_counts = tl.cdiv(tile_counts, tiles_per_program) * tiles_per_program
             num_tiles = tl.sum(tile_counts, 0)
+            start_tiles = 0
+    if START_TILES > 0:
+        tile_counts += tl.minimum(tile_counts, 1) * start_tiles
+        num_tiles = tl.sum(tile_counts, 0)
+        tiles_per_program = tl.maximum(tiles_per_program, tl.cdiv(num_tiles, num_programs))
     tile_ends = tl.cumsum(tile_counts, 0)
     range_start = program * tiles_per_program
     range_end = tl.minimum(range_start + tiles_per_program, num_tiles)
     precedes = tile_ends <= range_start
     first_sequence = tl.sum(precedes.to(tl.int32), 0)
-    # Index in the list of the current sequence's first tile.
-    tile_offset = tl.sum(tl.where(precedes, tile_counts, 0), 0)
-    last_sequence = tl.sum((tile_ends < range_end).to(tl.int32), 0)
+    # Index in the list of the current sequence's first tile, after those that stand for its start.
+    tile_offset = tl.sum(tl.where(precedes, tile_counts, 0), 0) + start_tiles
+    last_sequence = tl.sum((tile_ends + start_tiles < range_end).to(tl.int32), 0)
+    if START_TILES > 0:
+        last_sequence -= (range_end <= start_tiles).to(tl.int32)
     if PDL:  # noqa: SIM102 - a constant
         # While the preceding kernel ends. It may write to the cache: the L2 cache holds what it writes.
         if range_start < num_tiles:
@@ -207,8 +222,8 @@ def _decode_kernel(
             first_tile = _first_tile(context_len, window, WINDOWED, BLOCK_N)
             _prefetch_tile(
                 k_cache_ptr, v_cache_ptr, block_tables_ptr + first_sequence * table_stride, head,
-                first_tile + range_start - tile_offset, context_len, window, KV_HEADS, FOLDED_DIM, BLOCK_SIZE, WINDOWED,
-                BLOCK_N, BLOCK_D,
+                first_tile + tl.maximum(range_start - tile_offset, 0), context_len, window, KV_HEADS, FOLDED_DIM,
+                BLOCK_SIZE, WINDOWED, BLOCK_N, BLOCK_D,
             )  # fmt: skip
     wait(PDL)  # context_lens and block_tables may be read before: see ops/common/launch.py
     release(PDL)
@@ -312,7 +327,7 @@ def _decode_kernel(
                         KV_HEADS, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D // FOLD, MERGE_SIZE, SINKS,
                     )  # fmt: skip
                     tl.store(arrivals, 0)
-            tile_offset += tile_count
+            tile_offset += tile_count + start_tiles
 
 
 @triton.jit

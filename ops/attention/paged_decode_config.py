@@ -34,6 +34,9 @@ class DecodeConfig:
     """Maximum number of tiles by which a range may be longer if then no sequence is divided among programs."""
     min_tiles: int = 1
     """Minimum tiles per range if the longest sequence would have more than 16 parts (MANY_PARTS)."""
+    start_tiles: int = 0
+    """What the start of a sequence costs, in tiles: where ranges have tiles of several sequences, a range with many
+    starts has fewer tiles."""
 
     def programs_per_head(self, num_kv_heads: int, device: torch.device) -> int:
         """Number of programs that run concurrently on `device` per `fold` KV heads."""
@@ -65,6 +68,7 @@ class Preset:
     max_result: float = math.inf
     extra_tiles: int = 0
     min_tiles: int = 1
+    start_tiles: int = 0
 
     def limit(self, num_kv_heads: int) -> float:
         """Maximum number of sequences, not necessarily an integer."""
@@ -75,10 +79,13 @@ PRESETS = (
     Preset(8, 8192, num_warps=4, num_stages=4, programs_per_sm=1, extra_tiles=2, max_sequences=1),
     Preset(127, 16384, num_warps=4, num_stages=4, programs_per_sm=2, extra_tiles=4),
     Preset(399, 4096, num_warps=1, num_stages=3, programs_per_sm=8, extra_tiles=16, max_result=256),
-    Preset(528, 16384, num_warps=2, num_stages=2, programs_per_sm=4, extra_tiles=2),
-    Preset(768, 16384, num_warps=2, num_stages=2, programs_per_sm=4, extra_tiles=2, max_sequences=96, min_result=257),
-    Preset(math.inf, 4096, num_warps=1, num_stages=3, programs_per_sm=8, extra_tiles=16),
-)
+    Preset(528, 16384, num_warps=2, num_stages=2, programs_per_sm=4, extra_tiles=2, start_tiles=1),
+    Preset(
+        768, 16384, num_warps=2, num_stages=2, programs_per_sm=4, extra_tiles=2, max_sequences=96, min_result=257,
+        start_tiles=1,
+    ),
+    Preset(math.inf, 4096, num_warps=1, num_stages=3, programs_per_sm=8, extra_tiles=16, start_tiles=1),
+)  # fmt: skip
 """The fastest, or nearly, of those that benchmarks/attention.py --tune tries, on an H200. Extra tiles and the presets
 of small results were chosen on an H100, within layers (h100-decode-ranges.json).
 
@@ -97,7 +104,7 @@ NARROW_PRESETS = (
     Preset(47, 16384, num_warps=4, num_stages=4, programs_per_sm=2, row_bytes=128, extra_tiles=2),
     Preset(127, 8192, num_warps=4, num_stages=4, programs_per_sm=3, row_bytes=128, extra_tiles=5),
     Preset(399, 8192, num_warps=4, num_stages=4, programs_per_sm=3, row_bytes=128, extra_tiles=10, min_result=129),
-    Preset(math.inf, 4096, num_warps=1, num_stages=3, programs_per_sm=8, extra_tiles=16),
+    Preset(math.inf, 4096, num_warps=1, num_stages=3, programs_per_sm=8, extra_tiles=16, start_tiles=1),
 )
 """The same for heads of at most 128 bytes per position, such as 64 of 16 bits.
 
@@ -108,10 +115,13 @@ contexts of 190 tokens take 7.9 us with the fourth preset, and 10.3 us with two 
 keys; 32 of 512 take 16.8 and 18.7 us; but 32 of 1024 to 2048 take 43.6 and 42.2 us.
 """
 FLOAT8_PRESETS = (
-    Preset(264, 16384, num_warps=4, num_stages=3, programs_per_sm=2, row_bytes=128, extra_tiles=2, min_tiles=2),
-    Preset(1543, 8192, num_warps=2, num_stages=3, programs_per_sm=4, row_bytes=128, extra_tiles=4),
-    Preset(math.inf, 8192, num_warps=1, num_stages=2, programs_per_sm=8, extra_tiles=2),
-)
+    Preset(
+        264, 16384, num_warps=4, num_stages=3, programs_per_sm=2, row_bytes=128, extra_tiles=2, min_tiles=2,
+        start_tiles=2,
+    ),
+    Preset(1543, 8192, num_warps=2, num_stages=3, programs_per_sm=4, row_bytes=128, extra_tiles=4, start_tiles=1),
+    Preset(math.inf, 8192, num_warps=1, num_stages=2, programs_per_sm=8, extra_tiles=2, start_tiles=1),
+)  # fmt: skip
 """The same for a float8 cache (h200-float8-decode.json).
 
 Eight warps per multiprocessor have 128 KB in flight. With more than 168 registers per thread, exactly eight warps fit.
@@ -158,6 +168,7 @@ def decode_configs(
             fold=fold,
             extra_tiles=preset.extra_tiles,
             min_tiles=preset.min_tiles,
+            start_tiles=preset.start_tiles,
         )
         if configs and configs[-1][1] == config:
             configs.pop()

@@ -203,6 +203,33 @@ def test_decode_makes_ranges_longer_where_a_sequence_has_many_parts(length: int,
     assert int((~workspace.acc.flatten(2).isnan().all(2)).sum()) == parts
 
 
+@pytest.mark.parametrize("start_tiles", [1, 2, 5])
+@pytest.mark.parametrize("programs", [1, 2, 3, 7, 11, 40])
+def test_decode_attends_across_ranges_that_count_the_starts_of_sequences(programs: int, start_tiles: int) -> None:
+    Case([1, 16, 17, 100, 33, 5], heads=(4, 2)).check(programs, evolve(SMALL, start_tiles=start_tiles))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("programs", [4, 9])
+def test_decode_counts_the_starts_of_sequences_within_a_window_and_with_sinks(
+    programs: int, dtype: torch.dtype
+) -> None:
+    kv_dtype = torch.float8_e4m3fn if dtype == torch.float16 else None
+    case = Case([300, 70, 1, 129, 2, 3], window=50, has_sinks=True, dtype=dtype, kv_dtype=kv_dtype)
+    case.check(programs, evolve(SMALL, start_tiles=2))
+
+
+@pytest.mark.parametrize(("start_tiles", "parts"), [(0, 3), (3, 2)])
+def test_decode_gives_ranges_with_many_starts_fewer_tiles(start_tiles: int, parts: int) -> None:
+    """12 sequences of one tile and one of 12, in 6 ranges: of 4 tiles, or of 11 that count 3 per start."""
+    config = evolve(SMALL, start_tiles=start_tiles)
+    case = Case([16] * 12 + [12 * 16])
+    case.check(6, config)
+    workspace = case.workspace(6)
+    case.run(workspace, config)
+    assert int((~workspace.acc.flatten(2).isnan().all(2)).sum()) == parts
+
+
 def test_decode_attends_to_few_sequences_within_a_window() -> None:
     Case([300, 70, 1], window=50).check(14)
 
