@@ -66,6 +66,9 @@ class Preset:
     min_result: int = 1
     """Minimum numbers of attention output per KV head, with query heads padded to a power of two."""
     max_result: float = math.inf
+    min_query_heads: int = 1
+    """Minimum query heads per program: those of all folded KV heads."""
+    max_query_heads: float = math.inf
     extra_tiles: int = 0
     min_tiles: int = 1
     start_tiles: int = 0
@@ -77,7 +80,7 @@ class Preset:
 
 PRESETS = (
     Preset(8, 8192, num_warps=4, num_stages=4, programs_per_sm=1, extra_tiles=2, max_sequences=1),
-    Preset(127, 16384, num_warps=4, num_stages=4, programs_per_sm=2, extra_tiles=4),
+    Preset(127, 16384, num_warps=4, num_stages=4, programs_per_sm=2, extra_tiles=4, start_tiles=2),
     Preset(399, 4096, num_warps=1, num_stages=3, programs_per_sm=8, extra_tiles=16, max_result=256),
     Preset(528, 16384, num_warps=2, num_stages=2, programs_per_sm=4, extra_tiles=2, start_tiles=1),
     Preset(
@@ -102,10 +105,13 @@ Small programs merge small results in little time. With two query heads per KV h
 NARROW_PRESETS = (
     Preset(8, 8192, num_warps=4, num_stages=4, programs_per_sm=1, row_bytes=128, extra_tiles=2, max_sequences=1),
     Preset(47, 16384, num_warps=4, num_stages=4, programs_per_sm=2, row_bytes=128, extra_tiles=2),
-    Preset(127, 8192, num_warps=4, num_stages=4, programs_per_sm=3, row_bytes=128, extra_tiles=5),
-    Preset(399, 8192, num_warps=4, num_stages=4, programs_per_sm=3, row_bytes=128, extra_tiles=10, min_result=129),
+    Preset(127, 8192, num_warps=4, num_stages=4, programs_per_sm=3, row_bytes=128, extra_tiles=5, start_tiles=1),
+    Preset(
+        399, 8192, num_warps=4, num_stages=4, programs_per_sm=3, row_bytes=128, extra_tiles=10, min_result=129,
+        start_tiles=1,
+    ),
     Preset(math.inf, 4096, num_warps=1, num_stages=3, programs_per_sm=8, extra_tiles=16, start_tiles=1),
-)
+)  # fmt: skip
 """The same for heads of at most 128 bytes per position, such as 64 of 16 bits.
 
 Folding halves the number of heads, and so each program's results are merged with twice as many others: with few
@@ -116,8 +122,12 @@ keys; 32 of 512 take 16.8 and 18.7 us; but 32 of 1024 to 2048 take 43.6 and 42.2
 """
 FLOAT8_PRESETS = (
     Preset(
+        264, 16384, num_warps=4, num_stages=4, programs_per_sm=2, row_bytes=128, extra_tiles=2, min_tiles=2,
+        start_tiles=2, max_query_heads=1,
+    ),
+    Preset(
         264, 16384, num_warps=4, num_stages=3, programs_per_sm=2, row_bytes=128, extra_tiles=2, min_tiles=2,
-        start_tiles=2,
+        start_tiles=2, min_query_heads=2,
     ),
     Preset(1543, 8192, num_warps=2, num_stages=3, programs_per_sm=4, row_bytes=128, extra_tiles=4, start_tiles=1),
     Preset(math.inf, 8192, num_warps=1, num_stages=2, programs_per_sm=8, extra_tiles=2, start_tiles=1),
@@ -128,8 +138,11 @@ Eight warps per multiprocessor have 128 KB in flight. With more than 168 registe
 If more fitted, programs would be distributed unevenly, because they start wherever there is room while the previous
 kernel ends: 64 contexts of 4096 tokens then take 159 us instead of 130.
 
-The first preset has a program per pair up to 264 pairs, on 132 multiprocessors. On an H100, with 8 KV heads, 40
-contexts of 190 tokens take 13.2 us with the first and 9.8 us with the second; 40 of 100 to 2048, 40.5 and 41.5 us.
+A program with one query head needs so few registers that three would fit: a fourth stage leaves room for two. 8
+contexts of 4000 to 8000 tokens of 32 heads then take 98 us, and 126 us with three stages; 3 of 300, 7.2 and 6.6.
+
+The first two presets have a program per pair up to 264 pairs, on 132 multiprocessors. On an H100, with 8 KV heads, 40
+contexts of 190 tokens take 13.2 us with the second and 9.8 us with the third; 40 of 100 to 2048, 40.5 and 41.5 us.
 """
 
 
@@ -148,6 +161,8 @@ def decode_configs(
         fold = folded_heads(head_bytes, heads, preset.row_bytes, MIN_M if itemsize > 1 else FLOAT8_MIN_M)
         result = triton.next_power_of_2(heads[0] // heads[1]) * head_dim
         if preset.limit(heads[1]) < 1 or not preset.min_result <= result <= preset.max_result:
+            continue
+        if not preset.min_query_heads <= fold * heads[0] // heads[1] <= preset.max_query_heads:
             continue
         head_bytes *= fold
         # Shared memory per program besides the tiles: queries, softmax weights and sums exchanged between warps.
