@@ -76,7 +76,9 @@ MIN_BLOCKS_PER_SPLIT = 4
 MAX_SUMS_PER_THREAD = 64
 """Maximum sums per thread of a split tile: a thread keeps its own sums in registers and reads others."""
 MAX_ROWS_SEPARATE = 512
-"""Up to this many rows the activation of a gated layer has a kernel of its own."""
+"""Up to this many rows the activation of a gated layer has a kernel of its own, as smaller tiles are often faster."""
+MAX_ROWS_SEPARATE_LIBRARY = 1024
+"""The same where torch's kernel supports the GEMM."""
 MIN_SCALED_MM_TILE = 128 * 128
 """From this tile size on, torch's float8 kernel is faster than ours."""
 FAST_ACCUMULATION = True
@@ -266,7 +268,7 @@ class W8A8Matmul:
 
     def fuses_gating(self, rows: int) -> bool:
         """Whether `gated` is possible, and faster than `__call__` and the activation after it."""
-        return self._has_gated and rows > MAX_ROWS_SEPARATE
+        return self._has_gated and rows > (MAX_ROWS_SEPARATE_LIBRARY if self.has_scaled_mm else MAX_ROWS_SEPARATE)
 
     def _block_scaled_mm(
         self,

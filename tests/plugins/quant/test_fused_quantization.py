@@ -150,12 +150,29 @@ def test_gating_is_fused_into_the_product_for_many_rows(
             assert torch.equal(down(product), down(expected))
 
 
+def test_which_rows_fuse_gating(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More where torch's kernel is the alternative; none without wgmma, or where rows of the result are not aligned."""
+
+    def rows(outputs: int, dtype: torch.dtype, *, wgmma: bool = True, scale_rows: int = 0) -> list[int]:
+        monkeypatch.setattr(w8a8_matmul, "has_wgmma", lambda device: wgmma)
+        monkeypatch.setattr(w8a8_matmul, "has_capability", lambda device, least: wgmma)
+        workspace = Workspace(DEVICE)
+        matmul = w8a8_matmul.W8A8Matmul(workspace, dtype, outputs, 128, torch.bfloat16, scale_rows=scale_rows)
+        return [number for number in (33, 512, 513, 1024, 1025) if matmul.fuses_gating(number)]
+
+    assert rows(272, torch.int8) == [513, 1024, 1025]
+    assert rows(272, torch.float8_e4m3fn) == [1025]
+    assert rows(264, torch.int8) == []
+    assert rows(272, torch.int8, wgmma=False) == []
+    assert rows(256, torch.float8_e4m3fn, scale_rows=128) == []
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("hidden", "intermediate"), [(1024, 3072), (4096, 14336)])
 @pytest.mark.parametrize("method", [Fp8, Int8])
 def test_captured_in_a_graph(method: Any, hidden: int, intermediate: int) -> None:
     norm, gate_up, down = make_mlp(method=method, hidden=hidden, intermediate=intermediate)
-    for rows in (33, 64, 256, 1000):
+    for rows in (33, 64, 256, 1000, 1100):
         x, residual = randn(rows, hidden), randn(rows, hidden)
 
         def work(x: Any = x, residual: Any = residual) -> Any:
