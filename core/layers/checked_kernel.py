@@ -41,13 +41,16 @@ class CheckedFusedInputQuantization:
         def activated(result: object, *arguments: object) -> str | None:
             return None if isinstance(result, QuantizedActivation) else f"{describe(result)}, not a QuantizedActivation"
 
-        def supports(result: object, rows: int) -> str | None:
+        def decided(result: object, *arguments: object) -> str | None:
             return None if isinstance(result, bool) else f"{describe(result)}, not True or False"
 
-        self.supports_rows = _checked(fused, "supports_rows", supports, checks, layer)
+        self.supports_rows = _checked(fused, "supports_rows", decided, checks, layer)
+        self.fuses_quantized_gating = _checked(fused, "fuses_quantized_gating", decided, checks, layer)
         self.norm_and_quantize = _checked(fused, "norm_and_quantize", normed, checks, layer)
         self.activate_and_quantize = _checked(fused, "activate_and_quantize", activated, checks, layer)
         self.apply = _checked(fused, "apply", _result_check(spec, outputs), checks, layer)
+        gated = _result_check(spec, outputs // 2)
+        self.apply_quantized_gated = _checked(fused, "apply_quantized_gated", gated, checks, layer)
 
 
 def _checked(of: object, name: str, check: Check, checks: ResultChecks, layer: PluginCall) -> Callable[..., Any]:

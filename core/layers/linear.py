@@ -102,7 +102,9 @@ class Linear(KernelLayer[LinearKernel]):
         """Call the methods of these objects from now on."""
         self._apply: Apply = kernel.apply
         self._apply_gated: Apply | None = kernel.apply_gated if self._has_gated_kernel else None
-        self._apply_quantized: Apply = partial(_refuse, self.spec) if fused is None else fused.apply
+        refuse = partial(_refuse, self.spec)
+        self._apply_quantized: Apply = refuse if fused is None else fused.apply
+        self._apply_gated_quantized: Apply = refuse if fused is None else fused.apply_quantized_gated
         self._fused_input_quantization = fused
 
     def check_results(self, checks: ResultChecks) -> None:
@@ -127,17 +129,30 @@ class Linear(KernelLayer[LinearKernel]):
 
     def gated(self, x: TensorOrQuantized) -> torch.Tensor:
         """act(gate) * up, of the first and second half of the outputs: [..., this rank's out_features / 2]."""
-        if self._apply_gated is None or isinstance(x, QuantizedActivation):
-            return self._activate(self(x))
-        return self._apply_gated(x, self.weights, self.bias)
+        if isinstance(x, QuantizedActivation):
+            if self._fuses_gating(x):
+                return self._apply_gated_quantized(x, self.weights, self.bias)
+        elif self._apply_gated is not None:
+            return self._apply_gated(x, self.weights, self.bias)
+        return self._activate(self(x))
 
     def gated_quantized_for(self, linear: Linear, x: TensorOrQuantized) -> TensorOrQuantized:
         """`gated`, as input for `linear` alone: quantized where both kernels can fuse the quantization."""
-        if not isinstance(x, QuantizedActivation) and self._apply_gated and self.kernel.fuses_gating(x.shape[0]):
+        if self._fuses_gating(x):
             return self.gated(x)
         y = self(x)
         fused = linear.fused_input_quantization(y) if linear.fuses_activation(self.spec.activation) else None
         return self._activate(y) if fused is None else fused.activate_and_quantize(y, linear.weights)
+
+    def _fuses_gating(self, x: TensorOrQuantized) -> bool:
+        """Whether the kernel multiplies and activates in one pass, as the faster way."""
+        if self._apply_gated is None:
+            return False
+        if isinstance(x, QuantizedActivation):
+            return self._fused_input_quantization is not None and self._fused_input_quantization.fuses_quantized_gating(
+                x
+            )
+        return self.kernel.fuses_gating(x.shape[0])
 
     gated_into = gated_quantized_for
     """The former name of `gated_quantized_for`, kept for older plugins."""

@@ -211,6 +211,24 @@ class FusedInputQuantization(ABC):
     ) -> torch.Tensor:
         """`LinearKernel.apply` of an activation that this object quantized: [rows, out_features]."""
 
+    def fuses_quantized_gating(self, made: QuantizedActivation) -> bool:
+        """Whether `apply_quantized_gated` is the faster way for this input of a gated layer.
+
+        If False, as by default, the layer calls `apply` and activates, or lets the next layer's
+        `FusedInputQuantization` activate. Not called if the kernel does not override `LinearKernel.apply_gated` for the
+        layer's activation.
+        """
+        return False
+
+    def apply_quantized_gated(
+        self, made: QuantizedActivation, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`LinearKernel.apply_gated` of an activation that this object quantized: [rows, out_features / 2].
+
+        Called only where `fuses_quantized_gating` is True.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no apply_quantized_gated()")
+
 
 class LinearKernel(ABC):
     """One linear layer under one quantization method: reads its tensors, prepares its weights, multiplies."""

@@ -15,7 +15,7 @@ from attrs import frozen
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.ops.common.launch import dependent_launch, has_tma, release, wait
-from engine.ops.gemm import persistent_matmul
+from engine.ops.gemm import persistent_matmul, specialized_matmul
 from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, MAX_SPLIT_TILES, Workspace
 from engine.ops.gemm.split_k import add_others, is_last
 from engine.ops.gemm.tile_order import loaded_shape, place_of_tile, share_of_inputs
@@ -68,6 +68,10 @@ class W8A8Tile:
     def resident(self) -> int:
         """Programs that a multiprocessor runs concurrently, 1 or 2, limited by shared memory and registers."""
         return 2 if self.warps <= 4 and self.shared_memory <= HALF_OF_SHARED else 1
+
+
+GATED_TILE = W8A8Tile(rows=128, outputs=256, warps=8, stages=4, persistent=True)
+"""The tile of `gated_matmul`: 128 columns of the result, as its outputs are of the gate and of the up projection."""
 
 
 @triton.jit
@@ -234,11 +238,31 @@ def matmul(
     rows, outputs = x.shape[0], weight.shape[0]
     out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
     if rows and tile.persistent:
-        persistent_matmul.launch(out, x, x_scale, weight, scale, bias, tile, workspace)
+        _launch_persistent(out, x, x_scale, weight, scale, bias, tile, workspace)
     elif rows:
         tma = has_tma(x.device) if tma is None else tma
         arguments, constants = _launch(out, x, x_scale, weight, scale, bias, tile, workspace, scale_rows, tma)
         _matmul_kernel[(tile.programs(rows, outputs), tile.splits)](*arguments, **constants)
+    return out
+
+
+def gated_matmul(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    activation: str,
+) -> torch.Tensor:
+    """act(gate) * up, where gate and up are the halves of `matmul`'s columns: [rows, outputs / 2] in `dtype`, 16 bits.
+
+    Equal to act_and_mul of `matmul`'s result with GATED_TILE, bit for bit. For GPUs with wgmma; outputs are a multiple
+    of 16. activation: one of act_and_mul.ACTIVATIONS. The rest as in `matmul`.
+    """
+    out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=dtype, device=x.device)
+    if x.shape[0]:
+        specialized_matmul.launch(out, x, x_scale, weight, scale, bias, GATED_TILE, activation=activation)
     return out
 
 
@@ -257,11 +281,29 @@ def compile_matmul(
     """Compile what `matmul` would launch, as the active triton.AsyncCompileMode says."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
     if tile.persistent:
-        persistent_matmul.launch(out, x, x_scale, weight, scale, bias, tile, workspace, compile_only=True)
+        _launch_persistent(out, x, x_scale, weight, scale, bias, tile, workspace, compile_only=True)
         return
     tma = has_tma(x.device)
     arguments, constants = _launch(out, x, x_scale, weight, scale, bias, tile, workspace, scale_rows, tma)
     _matmul_kernel.warmup(*arguments, grid=(1,), **constants)
+
+
+def _launch_persistent(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: W8A8Tile,
+    workspace: Workspace,
+    *,
+    compile_only: bool = False,
+) -> None:
+    if specialized_matmul.is_specialized(tile):
+        specialized_matmul.launch(out, x, x_scale, weight, scale, bias, tile, compile_only=compile_only)
+    else:
+        persistent_matmul.launch(out, x, x_scale, weight, scale, bias, tile, workspace, compile_only=compile_only)
 
 
 def _launch(

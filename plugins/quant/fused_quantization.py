@@ -30,12 +30,18 @@ class NormAndActivationQuantization(FusedInputQuantization):
     reads_float32_norm_weight = True
 
     def __init__(
-        self, matmul: W8A8Matmul, supports_rows: Callable[[int], bool], input_activation: Activation = "silu"
+        self,
+        matmul: W8A8Matmul,
+        supports_rows: Callable[[int], bool],
+        input_activation: Activation = "silu",
+        activation: Activation = "silu",
     ) -> None:
-        """matmul: the layer's; supports_rows: whether the layer multiplies this many rows by it."""
+        """matmul: the layer's; supports_rows: whether the layer multiplies this many rows by it; the activations: as of
+        the layer's spec."""
         self._matmul = matmul
         self._supports_rows = supports_rows
         self._input_activation = input_activation
+        self._activation = activation
 
     def supports_rows(self, rows: int) -> bool:
         return self._supports_rows(rows)
@@ -65,7 +71,21 @@ class NormAndActivationQuantization(FusedInputQuantization):
         self, made: QuantizedActivation, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Multiply. Raises TypeError for an activation that another kernel's object quantized."""
-        if not isinstance(made, QuantizedRows):
-            raise TypeError(f"{type(made).__name__} was made for another kernel; this one takes QuantizedRows")
-        tile = self._matmul.tile(len(made.values))
-        return self._matmul.multiply_quantized(made.values, made.scales, weights, bias, tile)
+        rows = _rows(made)
+        tile = self._matmul.tile(len(rows.values))
+        return self._matmul.multiply_quantized(rows.values, rows.scales, weights, bias, tile)
+
+    def fuses_quantized_gating(self, made: QuantizedActivation) -> bool:
+        return self._matmul.fuses_gating(len(_rows(made).values))
+
+    def apply_quantized_gated(
+        self, made: QuantizedActivation, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        rows = _rows(made)
+        return self._matmul.multiply_gated(rows.values, rows.scales, weights, bias, self._activation)
+
+
+def _rows(made: QuantizedActivation) -> QuantizedRows:
+    if not isinstance(made, QuantizedRows):
+        raise TypeError(f"{type(made).__name__} was made for another kernel; this one takes QuantizedRows")
+    return made

@@ -88,8 +88,11 @@ class W8GpuKernel(W8Kernel):
             y = F.linear(flat, self.dequantize(weights, x.dtype, x.shape[-1]), bias)
             y = act_and_mul(y, self.spec.activation) if gated else y
         elif self._is_w8a8(flat.shape[0]):
-            y = self._w8a8(flat, weights, bias)
-            y = act_and_mul(y, self.spec.activation) if gated else y
+            if gated and self._w8a8.fuses_gating(flat.shape[0]):
+                y = self._w8a8.gated(flat, weights, bias, self.spec.activation)
+            else:
+                y = self._w8a8(flat, weights, bias)
+                y = act_and_mul(y, self.spec.activation) if gated else y
         else:
             y = self._w8a16(flat, self._matrix(weights), bias, gated=gated, activation=self.spec.activation)
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -102,12 +105,14 @@ class W8GpuKernel(W8Kernel):
         return self._last[1]
 
     def fuses_gating(self, rows: int) -> bool:
-        return not self._is_w8a8(rows)
+        return not self._is_w8a8(rows) or self._w8a8.fuses_gating(rows)
 
     def fused_input_quantization(self) -> FusedInputQuantization | None:
         """For the numbers of rows that are W8A8."""
-        can = self._quantizes and self.spec.dtype != "float32"
-        return NormAndActivationQuantization(self._w8a8, self._is_w8a8, self.spec.input_activation) if can else None
+        spec = self.spec
+        if not self._quantizes or spec.dtype == "float32":
+            return None
+        return NormAndActivationQuantization(self._w8a8, self._is_w8a8, spec.input_activation, spec.activation)
 
     def _is_w8a8(self, rows: int) -> bool:
         """Whether activations of this many rows are quantized, if they are not float32."""

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from attrs import evolve
 
-from engine.core.quant import FLOAT8_CAPABILITY
+from engine.core.quant import FLOAT8_CAPABILITY, Activation
 from engine.ops.activation.quantize_rows import BLOCK, PER_ROW, Scaling, empty_quantized, quantize_rows
 from engine.ops.common.launch import has_capability, has_wgmma, num_sms, shared_memory
 from engine.ops.gemm.persistent_matmul import ALIGNMENT
-from engine.ops.gemm.scaled_matmul import W8A8Tile, compile_matmul, matmul
+from engine.ops.gemm.scaled_matmul import W8A8Tile, compile_matmul, gated_matmul, matmul
 from engine.ops.gemm.skinny_launch import Workspace
 
 ROW_CLASSES = (64, 128, 256, 512, 4096)
@@ -75,6 +75,10 @@ MIN_BLOCKS_PER_SPLIT = 4
 """Minimum loop iterations per program of a split tile."""
 MAX_SUMS_PER_THREAD = 64
 """Maximum sums per thread of a split tile: a thread keeps its own sums in registers and reads others."""
+MAX_ROWS_SEPARATE = 512
+"""Up to this many rows the activation of a gated layer has a kernel of its own, as smaller tiles are often faster."""
+MAX_ROWS_SEPARATE_LIBRARY = 1024
+"""The same where torch's kernel supports the GEMM."""
 MIN_SCALED_MM_TILE = 128 * 128
 """From this tile size on, torch's float8 kernel is faster than ours."""
 FAST_ACCUMULATION = True
@@ -126,6 +130,7 @@ class W8A8Matmul:
         self.persistent = not scale_rows and outputs % ALIGNMENT == 0 and has_wgmma(device)
         """Whether persistent tiles can be used."""
         self._shared = shared_memory(device) - RESERVED_SHARED
+        self._has_gated = self.persistent and outputs % (2 * ALIGNMENT) == 0
         self._workspace = workspace
         self._chosen: dict[int, W8A8Tile | None] = {}
 
@@ -236,6 +241,34 @@ class W8A8Matmul:
             out_dtype=self.dtype,
             use_fast_accum=FAST_ACCUMULATION,
         )
+
+    def gated(
+        self,
+        x: torch.Tensor,
+        weights: Mapping[str, torch.Tensor],
+        bias: torch.Tensor | None,
+        activation: Activation,
+    ) -> torch.Tensor:
+        """As `__call__`, then act(gate) * up of the halves of the outputs, in one kernel: [rows, outputs / 2]."""
+        dtype, scale = weights["weight"].dtype, weights.get("input_scale")
+        quantized, x_scale = quantize_rows(x, dtype, scale=scale, scaling=self.scaling)
+        return self.multiply_gated(quantized, x_scale, weights, bias, activation)
+
+    def multiply_gated(
+        self,
+        quantized: torch.Tensor,
+        x_scale: torch.Tensor,
+        weights: Mapping[str, torch.Tensor],
+        bias: torch.Tensor | None,
+        activation: Activation,
+    ) -> torch.Tensor:
+        """As `gated`, of rows that are already quantized (quantize_rows)."""
+        weight, scale = weights["weight"], weights["scale"]
+        return gated_matmul(quantized, x_scale, weight, scale, bias, self.dtype, activation)
+
+    def fuses_gating(self, rows: int) -> bool:
+        """Whether `gated` is possible, and faster than `__call__` and the activation after it."""
+        return self._has_gated and rows > (MAX_ROWS_SEPARATE_LIBRARY if self.has_scaled_mm else MAX_ROWS_SEPARATE)
 
     def _block_scaled_mm(
         self,

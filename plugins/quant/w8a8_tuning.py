@@ -9,7 +9,7 @@ import torch
 from engine.core.autotune import AutotunedOp, Operands, version_of
 from engine.ops.activation import quantize_rows
 from engine.ops.common import gluon_copies, gluon_tiles, launch
-from engine.ops.gemm import persistent_matmul, scaled_matmul, split_k, tile_order
+from engine.ops.gemm import persistent_matmul, scaled_matmul, specialized_matmul, split_k, tile_order
 from engine.ops.gemm.scaled_matmul import W8A8Tile
 from engine.plugins.quant import w8a8_matmul
 from engine.plugins.quant.w8a8_matmul import ROW_CLASSES, W8A8Matmul
@@ -35,7 +35,7 @@ class W8A8Op(AutotunedOp[W8A8Tile | None]):
 
     @property
     def version(self) -> str:
-        kernels = (persistent_matmul, quantize_rows, scaled_matmul, split_k)
+        kernels = (persistent_matmul, quantize_rows, scaled_matmul, specialized_matmul, split_k)
         return version_of(gluon_copies, gluon_tiles, launch, tile_order, w8a8_matmul, *kernels)
 
     @property

@@ -38,6 +38,12 @@ class Fused(FusedInputQuantization):
     def apply(self, made: Any, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         return made.x @ weights["weight"].T
 
+    def fuses_quantized_gating(self, made: Any) -> bool:
+        return True
+
+    def apply_quantized_gated(self, made: Any, weights: Any, bias: Any) -> torch.Tensor:
+        return made.x @ weights["weight"].T[:, :3]
+
 
 class Kernel(PlainKernel):
     """A plugin's kernel, which computes a gated layer in one pass."""
@@ -77,6 +83,8 @@ CALLS: dict[str, Callable[[Linear, Any], Any]] = {
     "apply": lambda linear, fused: linear(X),
     "apply_gated": lambda linear, fused: linear.gated(X),
     "fused apply": lambda linear, fused: linear(Quantized(X)),
+    "fuses_quantized_gating": lambda linear, fused: linear.gated(Quantized(X)),
+    "apply_quantized_gated": lambda linear, fused: linear.gated(Quantized(X)),
     "supports_rows": lambda linear, fused: linear.fused_input_quantization(X),
     "norm_and_quantize": lambda linear, fused: fused().norm_and_quantize(X, None, X[0], 1e-6, linear.weights),
     "activate_and_quantize": lambda linear, fused: fused().activate_and_quantize(X.repeat(1, 2), linear.weights),
@@ -97,6 +105,7 @@ def test_right_results_pass_and_the_methods_are_the_kernel_s_own_after_the_check
     call(linear, name)
     assert linear._apply == linear.kernel.apply
     assert linear._apply_gated == linear.kernel.apply_gated
+    assert linear._apply_gated_quantized == linear.kernel.fused_input_quantization().apply_quantized_gated
     assert linear.fused_input_quantization(X) is linear.kernel.fused_input_quantization()
 
 
@@ -107,6 +116,12 @@ def test_right_results_pass_and_the_methods_are_the_kernel_s_own_after_the_check
         ("apply", None, r"apply\(\) of gate: None, not a tensor of \[2, 6\]"),
         ("apply_gated", torch.ones(2, 6), r"apply_gated\(\) of gate: a tensor of \[2, 6\] .* not of \[2, 3\]"),
         ("fused apply", torch.ones(2, 6).half(), r"apply\(\) of gate: .* float16 on cpu, not of \[any, 6\] float32"),
+        ("fuses_quantized_gating", None, r"fuses_quantized_gating\(\) of gate: None, not True or False"),
+        (
+            "apply_quantized_gated",
+            torch.ones(2, 6),
+            r"apply_quantized_gated\(\) of gate: a tensor of \[2, 6\] .* not of \[any, 3\]",
+        ),
         ("supports_rows", None, r"supports_rows\(\) of gate: None, not True or False"),
         ("norm_and_quantize", X, r"norm_and_quantize\(\) of gate: a tensor of \[2, 4\] float32 on cpu, not a pair of"),
         ("norm_and_quantize", (Quantized(X), None), r"norm_and_quantize\(\) of gate: as the next residual None, not"),

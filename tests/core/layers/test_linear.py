@@ -299,6 +299,58 @@ def test_kernel_that_fuses_gating_is_preferred_to_fused_input_quantization() -> 
     assert Doubled().fused_input_quantization() is None
 
 
+class GatingQuantized(Particular):
+    """Fuses gating for two rows, of quantized activations."""
+
+    def apply_gated(self, x: Any, weights: Any, bias: Any) -> Any:
+        return x[:, :4] - 1
+
+    def fuses_gating(self, rows: Any) -> Any:
+        return False
+
+    def fuses_quantized_gating(self, made: Any) -> Any:
+        return len(made.rows) == 2
+
+    def apply_quantized_gated(self, made: Any, weights: Any, bias: Any) -> Any:
+        return made.rows[:, :4] - 2
+
+
+def test_gating_is_fused_for_quantized_activations_that_the_kernel_wants() -> None:
+    gate_up, down = linear(GatingQuantized()), linear(Particular())
+    two, three = Made(torch.randn(2, 8)), Made(torch.randn(3, 8))
+    assert torch.equal(gate_up.gated(two), two.rows[:, :4] - 2)
+    assert torch.equal(gate_up.gated_quantized_for(down, two), two.rows[:, :4] - 2)
+    activated = silu_and_mul(0.5 * (three.rows + 7))
+    assert torch.equal(gate_up.gated(three), activated)
+    assert torch.equal(gate_up.gated_quantized_for(down, three).rows, activated + 0.5)
+    assert torch.equal(gate_up.gated_quantized_for(down, two.rows).rows, silu_and_mul(0.5 * two.rows) + 0.5)
+
+
+def test_gating_of_quantized_activations_is_not_fused_without_a_gated_kernel_for_the_activation() -> None:
+    two = Made(torch.randn(2, 8))
+    activated = silu_and_mul(0.5 * (two.rows + 7))
+
+    class OnlyQuantized(GatingQuantized):
+        apply_gated = LinearKernel.apply_gated
+
+    assert torch.equal(linear(OnlyQuantized()).gated(two), activated)
+    summed = linear(GatingQuantized(), reduce=lambda y: y)
+    assert torch.equal(summed.gated(two), activated)
+
+
+def test_kernels_of_the_former_contract_do_not_fuse_gating_of_quantized_activations() -> None:
+    """Also those that are their own FusedInputQuantization, and override the methods for tensors."""
+
+    class Former(Particular):
+        def apply_gated(self, x: Any, weights: Any, bias: Any) -> Any:
+            return x[:, :4] - 1
+
+    two = Made(torch.randn(2, 8))
+    assert torch.equal(linear(Former()).gated(two), silu_and_mul(0.5 * (two.rows + 7)))
+    with pytest.raises(NotImplementedError, match=r"Former has no apply_quantized_gated\(\)"):
+        Former().apply_quantized_gated(two, {}, None)
+
+
 def test_activation_quantized_for_another_layer_is_an_error() -> None:
     with pytest.raises(TypeError, match="a takes tensors only; this activation was quantized for another layer"):
         linear(Doubled())(Made(torch.ones(2, 8)))

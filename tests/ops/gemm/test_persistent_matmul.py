@@ -9,8 +9,8 @@ import pytest
 import torch
 from attrs import evolve
 
+from engine.ops.activation.act_and_mul import SILU
 from engine.ops.activation.quantize_rows import VALUE_ROW_MULTIPLE
-from engine.ops.gemm import persistent_matmul
 from engine.ops.gemm.scaled_matmul import W8A8Tile, matmul
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.plugins.quant.w8a8_matmul import PERSISTENT_SHAPES
@@ -24,14 +24,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from engine.ops.gemm import persistent_matmul
+from engine.ops.gemm import MODULE
 
 def block(kind, bits, rows, columns):
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
     return f"tensordesc<{kind}[{rows}, {columns}],{layout!r}>"
 
 rows, outputs, warps = ROWS, OUTPUTS, WARPS
-kernel = persistent_matmul.NAME
+kernel = MODULE.NAME
 constants = CONSTANTS
 types = {
     "out": block("bf16", 16, rows, 64), "x": block("i8", 8, rows, 128), "weight": block("i8", 8, outputs, 128),
@@ -46,17 +46,32 @@ print(triton.compile(GluonASTSource(kernel, signature, values), GPUTarget("cuda"
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "outputs", "warps", "constants"),
+    ("module", "name", "rows", "outputs", "warps", "constants"),
     [
-        ("_matmul_kernel", 128, 128, 8, {"STAGES": 5, "SPLITS": 2, "BIAS": True, "PDL": True}),
-        ("_specialized_kernel", 64, 256, 4, {"STAGES": 4, "BIAS": True, "PDL": True}),
+        ("persistent_matmul", "_matmul_kernel", 128, 128, 8, {"STAGES": 5, "SPLITS": 2, "BIAS": True, "PDL": True}),
+        (
+            "specialized_matmul",
+            "_specialized_kernel",
+            64,
+            256,
+            4,
+            {"STAGES": 4, "BIAS": True, "ACTIVATION": None, "PDL": True},
+        ),
+        (
+            "specialized_matmul",
+            "_specialized_kernel",
+            64,
+            128,
+            4,
+            {"STAGES": 4, "BIAS": True, "ACTIVATION": SILU.value, "PDL": True},
+        ),
     ],
 )
 def test_two_int8_steps_are_in_flight(
-    name: str, rows: int, outputs: int, warps: int, constants: dict[str, object]
+    module: str, name: str, rows: int, outputs: int, warps: int, constants: dict[str, object]
 ) -> None:
-    values = {"ROWS": rows, "OUTPUTS": outputs, "WARPS": warps, "NAME": name, "CONSTANTS": constants}
-    script = re.sub(r"\b(ROWS|OUTPUTS|WARPS|NAME|CONSTANTS)\b", lambda match: str(values[match[0]]), COMPILE)
+    values = {"ROWS": rows, "OUTPUTS": outputs, "WARPS": warps, "MODULE": module, "NAME": name, "CONSTANTS": constants}
+    script = re.sub(r"\b(ROWS|OUTPUTS|WARPS|MODULE|NAME|CONSTANTS)\b", lambda match: str(values[match[0]]), COMPILE)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -91,25 +106,3 @@ def test_products_equal_float64_and_repeat(
             assert torch.equal(
                 matmul(before_others(codes[0], VALUE_ROW_MULTIPLE), *codes[1:], half, tile, workspace), first
             )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
-@pytest.mark.parametrize(
-    ("rows", "weight_rows", "inputs"),
-    [(1, 272, 128), (257, 1032, 4224), (3001, 6160, 256), (2048, 6144, 4096), (4100, 4096, 14336)],
-)
-def test_specialized_warps_write_every_output_with_the_bits_of_the_others(
-    kind: str, rows: int, weight_rows: int, inputs: int, hopper: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tile = W8A8Tile(rows=128, outputs=256, warps=8, stages=4, persistent=True)
-    workspace = Workspace(hopper)
-    operands = Operands(kind, rows, weight_rows, inputs, hopper, biased=rows == 257, half=torch.bfloat16)
-    codes = (operands.x_codes, operands.x_scale, operands.weight, operands.scale, operands.bias)
-    results = []
-    for specialized in (True, False):
-        monkeypatch.setattr(persistent_matmul, "is_specialized", lambda tile, value=specialized: value)
-        results.append(torch.full((rows, weight_rows), torch.nan, dtype=torch.bfloat16, device=hopper))
-        persistent_matmul.launch(results[-1], *codes, tile, workspace)
-    assert not results[0].isnan().any()
-    assert torch.equal(*results)

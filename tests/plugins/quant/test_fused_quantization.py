@@ -14,6 +14,8 @@ from engine.core.quant.base import LinearPart, LinearSpec, QuantizedActivation
 from engine.ops.activation.act_and_mul import act_and_mul
 from engine.ops.activation.act_and_mul_quantize import act_and_mul_quantize
 from engine.ops.activation.quantize_rows import Scaling, quantize_rows
+from engine.ops.gemm import scaled_matmul
+from engine.ops.gemm.skinny_launch import Workspace
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.ops.norm.rms_norm import add_rms_norm
 from engine.ops.norm.rms_norm_quantize import add_rms_norm_quantize
@@ -64,6 +66,7 @@ def make_mlp(
     method: Any = W8OnGpu,
     hidden: Any = HIDDEN,
     intermediate: Any = INTERMEDIATE,
+    activation: Any = "silu",
 ) -> Any:
     """Norm, gate and up, down, of one rank."""
     torch.manual_seed(0)
@@ -71,8 +74,8 @@ def make_mlp(
     layers = LayerFactory(dtype=HALF, device=str(DEVICE), quant=quant, group=group, fused=fused)
     norm = layers.norm("norm", hidden, 1e-5)
     parts = [("gate", intermediate), ("up", intermediate)]
-    gate_up = layers.linear(parts, hidden, bias=True, parallel="column", gated=True)
-    down = layers.partial_linear("down", hidden, intermediate).linear
+    gate_up = layers.linear(parts, hidden, bias=True, parallel="column", gated=True, activation=activation)
+    down = layers.partial_linear("down", hidden, intermediate, input_activation=activation).linear
     for layer in layers.layers:
         loaded = {}
         for name, spec in layer.tensors().items():
@@ -116,12 +119,60 @@ def test_input_quantization_is_fused_for_many_rows(
             assert torch.equal(gate_up.gated(made), act_and_mul(gate_up(normed)))
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gating_is_fused_into_the_product_for_many_rows(
+    activation: Any, launched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for the product, which needs wgmma."""
+
+    def gated_matmul(*given: Any) -> torch.Tensor:
+        launched.append("gated_matmul")
+        *codes, activation = given
+        tile = w8a8_matmul.MEDIUM_TILES[0]
+        return act_and_mul(scaled_matmul.matmul(*codes, tile, Workspace(DEVICE)), activation)
+
+    monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 2)
+    monkeypatch.setattr(w8a8_matmul, "MAX_ROWS_SEPARATE", 4)
+    monkeypatch.setattr(w8a8_matmul, "gated_matmul", gated_matmul)
+    norm, gate_up, down = make_mlp(activation=activation)
+    assert not gate_up.kernel.fuses_gating(5) or DEVICE.type == "cuda"
+    gate_up.kernel._w8a8._has_gated = True
+    for rows in (4, 5):
+        x = randn(rows, HIDDEN)
+        normed, _ = norm(x)
+        expected = act_and_mul(gate_up(normed), activation)
+        for given in (normed, norm.quantized_for(gate_up, x)[0]):
+            launched.clear()
+            assert torch.equal(gate_up.gated(given), expected)
+            assert ("gated_matmul" in launched) == (rows == 5)
+            product = gate_up.gated_quantized_for(down, given)
+            assert isinstance(product, QuantizedActivation) == (rows == 4)
+            assert torch.equal(down(product), down(expected))
+
+
+def test_which_rows_fuse_gating(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More where torch's kernel is the alternative; none without wgmma, or where rows of the result are not aligned."""
+
+    def rows(outputs: int, dtype: torch.dtype, *, wgmma: bool = True, scale_rows: int = 0) -> list[int]:
+        monkeypatch.setattr(w8a8_matmul, "has_wgmma", lambda device: wgmma)
+        monkeypatch.setattr(w8a8_matmul, "has_capability", lambda device, least: wgmma)
+        workspace = Workspace(DEVICE)
+        matmul = w8a8_matmul.W8A8Matmul(workspace, dtype, outputs, 128, torch.bfloat16, scale_rows=scale_rows)
+        return [number for number in (33, 512, 513, 1024, 1025) if matmul.fuses_gating(number)]
+
+    assert rows(272, torch.int8) == [513, 1024, 1025]
+    assert rows(272, torch.float8_e4m3fn) == [1025]
+    assert rows(264, torch.int8) == []
+    assert rows(272, torch.int8, wgmma=False) == []
+    assert rows(256, torch.float8_e4m3fn, scale_rows=128) == []
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("hidden", "intermediate"), [(1024, 3072), (4096, 14336)])
 @pytest.mark.parametrize("method", [Fp8, Int8])
 def test_captured_in_a_graph(method: Any, hidden: int, intermediate: int) -> None:
     norm, gate_up, down = make_mlp(method=method, hidden=hidden, intermediate=intermediate)
-    for rows in (33, 64, 256, 1000):
+    for rows in (33, 64, 256, 1000, 1100):
         x, residual = randn(rows, hidden), randn(rows, hidden)
 
         def work(x: Any = x, residual: Any = residual) -> Any:
