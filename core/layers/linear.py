@@ -149,9 +149,8 @@ class Linear(KernelLayer[LinearKernel]):
         if self._apply_gated is None:
             return False
         if isinstance(x, QuantizedActivation):
-            return self._fused_input_quantization is not None and self._fused_input_quantization.fuses_quantized_gating(
-                x
-            )
+            fused = self._fused_input_quantization
+            return fused is not None and fused.fuses_quantized_gating(x)
         return self.kernel.fuses_gating(x.shape[0])
 
     gated_into = gated_quantized_for

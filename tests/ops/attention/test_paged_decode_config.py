@@ -32,17 +32,17 @@ def test_decode_configs_fit_a_multiprocessor(head_dim: int, itemsize: int, share
 def test_decode_configs_equal_the_presets_with_the_shared_memory_of_an_h200() -> None:
     """228 KB per multiprocessor, heads of 128."""
     assert [attrs.astuple(config) for _, config in decode_configs(128, 2, 233472, (32, 8))] == [
-        (32, 4, 4, 1, 1, 2, 1),
-        (64, 4, 4, 2, 1, 4, 1),
-        (64, 2, 2, 4, 1, 2, 1),
-        (16, 1, 3, 8, 1, 16, 1),
+        (32, 4, 4, 1, 1, 2, 1, 0),
+        (64, 4, 4, 2, 1, 4, 1, 2),
+        (64, 2, 2, 4, 1, 2, 1, 1),
+        (16, 1, 3, 8, 1, 16, 1, 1),
     ]
     assert [attrs.astuple(config) for _, config in decode_configs(128, 1, 233472, (32, 8))] == [
-        (128, 4, 3, 2, 1, 2, 2),
-        (64, 2, 3, 4, 1, 4, 1),
-        (32, 1, 2, 8, 2, 2, 1),
+        (128, 4, 3, 2, 1, 2, 2, 2),
+        (64, 2, 3, 4, 1, 4, 1, 1),
+        (32, 1, 2, 8, 2, 2, 1, 1),
     ]
-    assert attrs.astuple(decode_configs(128, 1, 233472, (64, 8))[-1][1]) == (64, 1, 2, 8, 1, 2, 1)
+    assert attrs.astuple(decode_configs(128, 1, 233472, (64, 8))[-1][1]) == (64, 1, 2, 8, 1, 2, 1, 1)
 
 
 def test_decode_configs_of_small_results_have_small_programs_from_fewer_sequences_on() -> None:
@@ -58,6 +58,16 @@ def test_decode_configs_of_small_results_have_small_programs_from_fewer_sequence
     small, large = (decode_configs(64, 2, 233472, (group * 8, 8)) for group in (2, 3))
     assert [limit for limit, _ in small] == [1, 5.875, 15.875, math.inf]
     assert [limit for limit, _ in large] == [1, 5.875, 15.875, 49.875, math.inf]
+
+
+@pytest.mark.parametrize(
+    ("dim", "heads", "stages"), [(128, (32, 32), 4), (128, (16, 8), 3), (64, (32, 32), 3), (64, (31, 31), 4)]
+)
+def test_decode_configs_of_a_float8_cache_have_a_fourth_stage_for_one_query_head(
+    dim: int, heads: Any, stages: int
+) -> None:
+    """Of all folded KV heads: an odd number of heads of 64 is not folded."""
+    assert decode_configs(dim, 1, 233472, heads)[0][1].num_stages == stages
 
 
 @pytest.mark.parametrize(
@@ -103,11 +113,11 @@ def test_decode_configs_count_pairs_of_sequences_and_kv_heads(dim: int, kv_heads
 def test_decode_configs_of_narrow_heads_fold_kv_heads_of_large_batches() -> None:
     """Heads of 64 in 16 bits, on an H200."""
     assert [attrs.astuple(config) for _, config in decode_configs(64, 2, 233472, (32, 8))] == [
-        (64, 4, 4, 1, 1, 2, 1),
-        (128, 4, 4, 2, 1, 2, 1),
-        (64, 4, 4, 3, 1, 5, 1),
-        (64, 4, 4, 3, 1, 10, 1),
-        (16, 1, 3, 8, 2, 16, 1),
+        (64, 4, 4, 1, 1, 2, 1, 0),
+        (128, 4, 4, 2, 1, 2, 1, 0),
+        (64, 4, 4, 3, 1, 5, 1, 1),
+        (64, 4, 4, 3, 1, 10, 1, 1),
+        (16, 1, 3, 8, 2, 16, 1, 1),
     ]
     assert {config.fold for _, config in decode_configs(64, 2, 233472, (18, 3))} == {1}
     assert {config.fold for _, config in decode_configs(64, 2, 233472, (72, 8))} == {1}
