@@ -277,6 +277,5 @@ def launch(
     if compile_only:
         _specialized_kernel.warmup(*arguments, grid=(1,), **constants)
     else:
-        rows, outputs = out.shape
-        tiles = -(-rows // tile.rows) * -(-outputs // columns)
+        tiles = tile.programs(x.shape[0], weight.shape[0])
         _specialized_kernel[(min(tiles, num_sms(x.device)),)](*arguments, **constants)

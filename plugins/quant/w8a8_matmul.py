@@ -204,8 +204,7 @@ class W8A8Matmul:
         tile: W8A8Tile | None,
     ) -> torch.Tensor:
         """As `__call__`, by a given tile."""
-        dtype, scale = weights["weight"].dtype, weights.get("input_scale")
-        quantized, x_scale = quantize_rows(x, dtype, scale=scale, scaling=self.scaling)
+        quantized, x_scale = self._quantize(x, weights)
         return self.multiply_quantized(quantized, x_scale, weights, bias, tile)
 
     def multiply_quantized(
@@ -250,8 +249,7 @@ class W8A8Matmul:
         activation: Activation,
     ) -> torch.Tensor:
         """As `__call__`, then act(gate) * up of the halves of the outputs, in one kernel: [rows, outputs / 2]."""
-        dtype, scale = weights["weight"].dtype, weights.get("input_scale")
-        quantized, x_scale = quantize_rows(x, dtype, scale=scale, scaling=self.scaling)
+        quantized, x_scale = self._quantize(x, weights)
         return self.multiply_gated(quantized, x_scale, weights, bias, activation)
 
     def multiply_gated(
@@ -265,6 +263,10 @@ class W8A8Matmul:
         """As `gated`, of rows that are already quantized (quantize_rows)."""
         weight, scale = weights["weight"], weights["scale"]
         return gated_matmul(quantized, x_scale, weight, scale, bias, self.dtype, activation)
+
+    def _quantize(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of x as the layer multiplies them, and their scales."""
+        return quantize_rows(x, weights["weight"].dtype, scale=weights.get("input_scale"), scaling=self.scaling)
 
     def fuses_gating(self, rows: int) -> bool:
         """Whether `gated` is possible, and faster than `__call__` and the activation after it."""
