@@ -68,7 +68,7 @@ def prefill_order(
     count = len(tiles) * kv_heads
     if count < min_turns * programs:
         return None
-    work = -(-(tiles[:, 1] + tiles[:, 3]) // _STEP_KEYS) + 1.0
+    work = (-(-(tiles[:, 1] + tiles[:, 3]) // _STEP_KEYS) + 1).astype(np.float64)
     mean = work.sum() * kv_heads / programs
     found = []
     for heads in sorted({1, 2, kv_heads} & set(range(kv_heads + 1))):

@@ -288,13 +288,13 @@ def _prefill_kernel(
     release(PDL)
     # Registers per thread: 224 and 56; the first group gets the rest, 224 too.
     if ACROSS_TILES:
-        attended = (out, tiles, sinks, out_stride, scale, softcap, window, value_scale, items)
-        copied = (q, keys, values, tables, tiles, q_stride, table_stride, window, items)
+        across = (out, tiles, sinks, out_stride, scale, softcap, window, value_scale, items)
+        copied_across = (q, keys, values, tables, tiles, q_stride, table_stride, window, items)
         gl.warp_specialize(
             [
-                (attend_across_tiles, (attended, shared, 0, KV_HEADS, GROUP_SIZE, WINDOWED, SOFTCAP, SINKS)),
-                (attend_across_tiles, (attended, shared, 1, KV_HEADS, GROUP_SIZE, WINDOWED, SOFTCAP, SINKS)),
-                (copy_across_tiles, (copied, shared, KV_HEADS, GROUP_SIZE, BLOCK_SIZE, WINDOWED, PDL)),
+                (attend_across_tiles, (across, shared, 0, KV_HEADS, GROUP_SIZE, WINDOWED, SOFTCAP, SINKS)),
+                (attend_across_tiles, (across, shared, 1, KV_HEADS, GROUP_SIZE, WINDOWED, SOFTCAP, SINKS)),
+                (copy_across_tiles, (copied_across, shared, KV_HEADS, GROUP_SIZE, BLOCK_SIZE, WINDOWED, PDL)),
             ],
             [4, 4],
             [224, 56],
