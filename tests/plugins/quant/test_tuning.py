@@ -209,6 +209,31 @@ def test_w8a8_candidates_are_few_and_begin_with_the_default(
     assert not other.has_scaled_mm
 
 
+@pytest.mark.parametrize(
+    ("outputs", "tile_outputs"),
+    [(5120, 128), (4352, 128), (5632, 128), (2560, 64), (4096, None), (6144, None), (1024, None)],
+)
+def test_rows_that_fill_three_tiles_have_a_tile_of_one_wave(
+    outputs: int, tile_outputs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was chosen for 256 rows, and where persistent tiles can be used only."""
+    monkeypatch.setattr(w8a8_matmul, "num_sms", lambda device: 132)
+    for wgmma in (True, False):
+        monkeypatch.setattr(w8a8_matmul, "has_wgmma", lambda device, wgmma=wgmma: wgmma)
+        codes = W8A8Matmul(Workspace(torch.device("cpu")), torch.int8, outputs, 4096, torch.bfloat16)
+        chosen = w8a8_matmul.LARGE_TILE
+        for rows in (128, 256):
+            codes.choose(rows, chosen)
+        assert [codes.tile(rows) for rows in (128, 193, 256)] == [chosen] * 3
+        for rows in (129, 150, 192):
+            tile = codes.tile(rows)
+            if wgmma and tile_outputs is not None:
+                assert (tile.rows, tile.outputs, tile.persistent) == (64, tile_outputs, True)
+                assert tile.programs(rows, outputs) <= 132 < tile.programs(256, outputs)
+            else:
+                assert tile == chosen
+
+
 @pytest.mark.parametrize("shared", [99 * 1024, 227 * 1024])
 @pytest.mark.parametrize("scale_rows", [0, 128])
 def test_w8a8_candidates_fit_the_shared_memory_and_registers(
