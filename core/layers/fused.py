@@ -28,7 +28,7 @@ from engine.core.layers.skinny_linear import SkinnyGemms, SkinnyKernel
 from engine.ops.activation.act_and_mul import act_and_mul
 from engine.ops.attention.latent_rope import rotate_and_write_latents
 from engine.ops.attention.rope_and_cache import angles, rotate_and_write
-from engine.ops.gemm.skinny_launch import SKINNY_MAX_ROWS
+from engine.ops.gemm.skinny_launch import HEAD_MAX_ROWS
 from engine.ops.norm.all_reduce_rms_norm import all_reduce_rms_norm
 from engine.ops.norm.rms_norm import add_rms_norm
 from engine.ops.sampling.argmax import argmax_rows
@@ -159,11 +159,11 @@ class FusedLMHead(LMHead):
         return self._weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        launch = self.gemm.logits_launches[hidden.shape[0]] if hidden.shape[0] <= SKINNY_MAX_ROWS else None
+        launch = self.gemm.logits_launches[hidden.shape[0]] if hidden.shape[0] <= HEAD_MAX_ROWS else None
         return F.linear(hidden, self._weight) if launch is None else launch(hidden, self._weight)
 
     def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        launch = self.gemm.launches[hidden.shape[0]] if hidden.shape[0] <= SKINNY_MAX_ROWS else None
+        launch = self.gemm.launches[hidden.shape[0]] if hidden.shape[0] <= HEAD_MAX_ROWS else None
         return argmax_rows(self(hidden)) if launch is None else launch.peaks(hidden, self._weight)
 
     def autotuned_calls(self) -> Sequence[AutotunedCall]:

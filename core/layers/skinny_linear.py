@@ -13,9 +13,10 @@ from engine.core.layers.base import torch_dtype
 from engine.core.layers.linear import PlainKernel, merge
 from engine.core.quant.base import ACTIVATIONS, LinearSpec
 from engine.ops.activation.act_and_mul import act_and_mul
-from engine.ops.common import launch
-from engine.ops.gemm import skinny, skinny_launch
+from engine.ops.common import launch, polling
+from engine.ops.gemm import skinny, skinny_launch, skinny_matrix, split_k_polling, weight_tile
 from engine.ops.gemm.skinny_launch import (
+    HEAD_MAX_ROWS,
     SKINNY_MAX_ROWS,
     GemmShape,
     SkinnyLaunch,
@@ -27,18 +28,20 @@ from engine.ops.gemm.skinny_launch import (
 )
 from engine.ops.sampling.argmax import argmax_rows
 
-ROW_CLASSES = (1, 2, 4, 8, SKINNY_MAX_ROWS)
+ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64, SKINNY_MAX_ROWS)
 """Numbers of rows for which a kernel is chosen; other numbers use the kernel of the next larger one."""
 
 
 class SkinnyGemm(AutotunedOp[SkinnyTile | None]):
     """A GEMM of one shape. `launches[rows]` is the kernel chosen for that many rows; None: the library's."""
 
+    max_rows = SKINNY_MAX_ROWS
+
     def __init__(self, shape: GemmShape, workspace: Workspace) -> None:
         self.shape = shape
-        self.launches: list[SkinnyLaunch | None] = [None] * (SKINNY_MAX_ROWS + 1)
+        self.launches: list[SkinnyLaunch | None] = [None] * (self.max_rows + 1)
         self._workspace = workspace
-        for rows in ROW_CLASSES:
+        for rows in self.row_classes:
             self.choose(rows, default_tile(shape, rows, workspace.device))
 
     @property
@@ -47,7 +50,7 @@ class SkinnyGemm(AutotunedOp[SkinnyTile | None]):
 
     @property
     def version(self) -> str:
-        return version_of(launch, skinny, skinny_launch)
+        return version_of(launch, polling, skinny, skinny_launch, skinny_matrix, split_k_polling, weight_tile)
 
     @property
     def inputs(self) -> int:
@@ -59,7 +62,7 @@ class SkinnyGemm(AutotunedOp[SkinnyTile | None]):
 
     @property
     def row_classes(self) -> Sequence[int]:
-        return ROW_CLASSES
+        return [rows for rows in ROW_CLASSES if rows <= self.max_rows]
 
     def candidates(self, rows: int) -> Sequence[SkinnyTile | None]:
         """As AutotunedOp.candidates; the library's GEMM first."""
@@ -88,9 +91,13 @@ class SkinnyGemm(AutotunedOp[SkinnyTile | None]):
 
     def choose(self, rows: int, candidate: SkinnyTile | None) -> None:
         """Set the kernel of a row class; None: the library's."""
-        below = max((other for other in ROW_CLASSES if other < rows), default=0)
         kernel = None if candidate is None else self.make(rows, candidate)
+        below = self._rows_below(rows)
         self.launches[below + 1 : rows + 1] = [kernel] * (rows - below)
+
+    def _rows_below(self, rows: int) -> int:
+        """The row class below one; 0 if there is none."""
+        return max((other for other in self.row_classes if other < rows), default=0)
 
     def make(self, rows: int, tile: SkinnyTile) -> SkinnyLaunch:
         """A kernel for up to that many rows, without choosing it."""
@@ -101,8 +108,10 @@ class HeadGemm(SkinnyGemm):
     """The GEMM of an LM head. The kernel is chosen for greedy tokens; logits are computed by the same tiles, so that a
     greedy token is the first of the largest logits, bit for bit, whether or not the logits are kept."""
 
+    max_rows = HEAD_MAX_ROWS
+
     def __init__(self, outputs: int, inputs: int, dtype: str, workspace: Workspace) -> None:
-        self.logits_launches: list[SkinnyLaunch | None] = [None] * (SKINNY_MAX_ROWS + 1)
+        self.logits_launches: list[SkinnyLaunch | None] = [None] * (HEAD_MAX_ROWS + 1)
         """As `launches`, returning the logits."""
         self._logits_shape = GemmShape(epilogue="plain", outputs=outputs, inputs=inputs, dtype=dtype)
         super().__init__(evolve(self._logits_shape, epilogue="argmax"), workspace)
@@ -116,7 +125,7 @@ class HeadGemm(SkinnyGemm):
 
     def choose(self, rows: int, candidate: SkinnyTile | None) -> None:
         super().choose(rows, candidate)
-        below = max((other for other in ROW_CLASSES if other < rows), default=0)
+        below = self._rows_below(rows)
         kernel = None if candidate is None else SkinnyLaunch(self._logits_shape, candidate, rows, self._workspace)
         self.logits_launches[below + 1 : rows + 1] = [kernel] * (rows - below)
 

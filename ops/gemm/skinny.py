@@ -1,12 +1,11 @@
-"""Skinny GEMM: x W^T for up to 16 rows of x, where the time is that of reading W.
+"""Skinny GEMM: x W^T for few rows of x, where the time is that of reading W.
 
-Two kernels. `vector`: a program holds a tile of W in registers, multiplies it element by element by 1, 2 or 4 rows of x
-and sums over the tile's columns at the end. `matrix`: the tensor cores compute W x^T, with x^T padded to 16 columns,
-and tiles of W go through shared memory. Where W has few rows its columns may be split among programs (split-K); the
-last program to finish adds up all partial sums in a fixed order.
+Two kernels. `vector_kernel`, for up to 4 rows: a program holds a tile of W in registers, multiplies it element by
+element by 1, 2 or 4 rows of x and sums over the tile's columns at the end. The other one uses tensor cores
+(ops/gemm/skinny_matrix.py).
 
-Under programmatic dependent launch both load weights before they wait for the kernel that writes x: `vector` loads its
-first tile, and both may prefetch more into the L2 cache.
+Under programmatic dependent launch both load weights before they wait for the kernel that writes x: `vector_kernel`
+loads its first tile, and both may prefetch more into the L2 cache.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ ARGMAX = tl.constexpr(1)
 GATED = tl.constexpr(2)
 """GATED + ACTIVATION (act_and_mul): W has 2 * outputs rows, gate before up; a tile has both rows of an output. out:
 [rows, outputs], act(gate) * up."""
-COLUMNS = tl.constexpr(16)
-"""Columns that x^T is padded to."""
 
 
 @triton.jit
@@ -49,7 +46,7 @@ def rows_of(TILE: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
 
 
 @triton.jit
-def _fetch(rows, begin, end, ahead, TILE: tl.constexpr, THREADS: tl.constexpr):
+def prefetch_rows(rows, begin, end, ahead, TILE: tl.constexpr, THREADS: tl.constexpr):
     """Prefetch `ahead` bytes of each row of W into the L2 cache, from column `begin` on but not beyond `end`."""
     # Each thread prefetches one piece.
     PIECES: tl.constexpr = THREADS // TILE if TILE <= THREADS else 1
@@ -120,7 +117,7 @@ def vector_kernel(
     weight_row = weight + tl.where(output < outputs, row, 0).to(tl.int64) * inputs
     tile = tl.load(weight_row[:, None] + k[None, :], mask=valid & (k < inputs)[None, :], other=0.0)
     if PDL:
-        _fetch(weight_row, BLOCK_K, inputs, ahead, TILE, THREADS)
+        prefetch_rows(weight_row, BLOCK_K, inputs, ahead, TILE, THREADS)
     wait(PDL)
     sum0 = tl.zeros([TILE, BLOCK_K], tl.float32)
     if ROWS > 1:
@@ -149,95 +146,3 @@ def vector_kernel(
     if ROWS > 2:
         store_vector(out, tokens, tl.sum(sum2, axis=1), bias, output, row, 2, rows, outputs, EPILOGUE, BIAS)
         store_vector(out, tokens, tl.sum(sum3, axis=1), bias, output, row, 3, rows, outputs, EPILOGUE, BIAS)
-
-
-@triton.jit
-def _store_matrix(out, tokens, total, bias, output, row, rows, outputs, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
-    """As `store_vector`, of all rows. total: [tile, COLUMNS], the transpose of the result."""
-    m = tl.arange(0, COLUMNS)
-    valid = output < outputs
-    if BIAS:
-        total += tl.load(bias + row, mask=valid, other=0.0).to(tl.float32)[:, None]
-    if EPILOGUE == PLAIN:
-        place = m[None, :] * outputs + output[:, None]
-        tl.store(out + place, total.to(out.dtype.element_ty), mask=valid[:, None] & (m < rows)[None, :])
-    elif EPILOGUE >= GATED:
-        HALF: tl.constexpr = total.shape[0] // 2
-        pair = tl.reshape(total, [2, HALF, COLUMNS])
-        is_gate = (tl.arange(0, 2) == 0)[:, None, None]
-        gate = tl.sum(tl.where(is_gate, pair, 0.0), axis=0)
-        up = tl.sum(tl.where(is_gate, 0.0, pair), axis=0)
-        n = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        value = activate(gate, up, EPILOGUE - GATED).to(out.dtype.element_ty)
-        mask = (n < outputs)[:, None] & (m < rows)[None, :]
-        tl.store(out + m[None, :] * outputs + n[:, None], value, mask=mask)
-    else:
-        rounded = total.to(bias.dtype.element_ty).to(tl.float32)
-        peak, first = max_and_index(tl.where(valid[:, None], rounded, float("-inf")), output[:, None], 0)
-        place = m * tl.num_programs(0) + tl.program_id(0)
-        tl.store(out + place, peak, mask=m < rows)
-        tl.store(tokens + place, first, mask=m < rows)
-
-
-@triton.jit(do_not_specialize=["rows", "ahead"])
-def matrix_kernel(
-    out,
-    tokens,
-    x,
-    weight,
-    bias,
-    partials,
-    arrivals,
-    rows,
-    outputs,
-    inputs,
-    ahead,
-    TILE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    THREADS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """As `vector_kernel`, rows <= COLUMNS. Grid: (tiles of W, splits).
-
-    SPLIT: programs with the same program_id(0) divide the columns of W. partials: [tiles, splits, TILE, COLUMNS]
-    float32; arrivals: [tiles] int32, 0 before and after.
-    """
-    release(PDL)
-    output, row = rows_of(TILE, outputs, EPILOGUE)
-    valid = (output < outputs)[:, None]
-    weight_row = weight + tl.where(output < outputs, row, 0).to(tl.int64) * inputs
-    splits = tl.num_programs(1)
-    share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), splits) * BLOCK_K
-    begin = tl.program_id(1) * share
-    end = tl.minimum(begin + share, inputs)
-    if PDL:
-        _fetch(weight_row, begin, end, ahead, TILE, THREADS)
-    wait(PDL)
-    m = tl.arange(0, COLUMNS)
-    x_row = (x + m * inputs)[:, None]
-    present = (m < rows)[:, None]
-    total = tl.zeros([TILE, COLUMNS], tl.float32)
-    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        k = start + tl.arange(0, BLOCK_K)
-        inside = (k < end)[None, :]
-        tile = tl.load(weight_row[:, None] + k[None, :], mask=valid & inside, other=0.0)
-        columns = tl.load(x_row + k[None, :], mask=present & inside, other=0.0)
-        total = tl.dot(tile, tl.trans(columns), total, input_precision="ieee")
-    if SPLIT:
-        lane = tl.arange(0, TILE)[:, None] * COLUMNS + m[None, :]
-        mine = partials + tl.program_id(0) * splits * (TILE * COLUMNS) + lane
-        tl.store(mine + tl.program_id(1) * (TILE * COLUMNS), total)
-        tl.debug_barrier()  # all threads' sums are written before the counter changes
-        arrived = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel")
-        if arrived == splits - 1:
-            total = tl.zeros([TILE, COLUMNS], tl.float32)
-            for split in range(splits):
-                total += tl.load(mine + split * (TILE * COLUMNS), cache_modifier=".cg")
-            tl.store(arrivals + tl.program_id(0), 0)
-            _store_matrix(out, tokens, total, bias, output, row, rows, outputs, EPILOGUE, BIAS)
-    else:
-        _store_matrix(out, tokens, total, bias, output, row, rows, outputs, EPILOGUE, BIAS)

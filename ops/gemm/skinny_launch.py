@@ -9,12 +9,17 @@ import triton
 from attrs import evolve, field, frozen
 
 from engine.ops.activation.act_and_mul import ACTIVATIONS
-from engine.ops.common.launch import dependent_launch, num_sms
-from engine.ops.gemm import skinny
+from engine.ops.common import polling
+from engine.ops.common.launch import dependent_launch, has_capability, num_sms
+from engine.ops.gemm import skinny, skinny_matrix
 from engine.ops.sampling.argmax import reduce_max
 
-SKINNY_MAX_ROWS = 16
+SKINNY_MAX_ROWS = 128
 """Rows of x that the skinny kernels multiply."""
+HEAD_MAX_ROWS = 16
+"""Rows of x that they multiply by the weights of an LM head, which the library reads as fast from there on."""
+MIN_COLUMNS = 16
+"""Rows of x that a matrix tile has at least; those beyond the last are zero."""
 VECTOR_ROWS = (1, 2, 4)
 """Numbers of rows of x that the vector kernel is compiled for."""
 Epilogue = Literal["plain", "gated", "argmax"]
@@ -25,6 +30,11 @@ MAX_SPLIT_TILES = 4096
 """Tiles of W that a Workspace has counters for, under split-K."""
 MAX_PARTIAL_SUMS = 2**22
 """Partial sums of all programs together that a Workspace has room for, under split-K."""
+MAX_POLLED_SUMS = 2**21
+"""The same of sums that are polled (split_k_polling.py)."""
+MAX_POLLED_SUMS_OF_TILE = 2048
+"""Partial sums that are polled for one tile, with the number of programs rounded up to a power of two. With more,
+counters are faster."""
 
 
 @frozen(kw_only=True)
@@ -89,6 +99,11 @@ class SkinnyTile:
         """Number of tiles of W."""
         return -(-shape.weight_rows // self.rows)
 
+    def most_blocks(self, shape: GemmShape, sms: int) -> int:
+        """Blocks of columns that the busiest multiprocessor reads, with one more for the start of each program."""
+        share = -(-shape.inputs // (self.block_k * self.splits))
+        return -(-self.programs(shape) * self.splits // sms) * (share + 1)
+
 
 @frozen
 class Workspace:
@@ -97,6 +112,29 @@ class Workspace:
     device: torch.device
     partials: torch.Tensor = field()
     arrivals: torch.Tensor = field()
+    polled_sums: torch.Tensor = field()
+    """EMPTY (ops/common/polling.py) before and after each launch."""
+
+    @property
+    def supports_ptx(self) -> bool:
+        """Whether the kernels' PTX runs on this device: fma.bf16x2 needs compute capability 8.0."""
+        return has_capability(self.device, (8, 0))
+
+    @property
+    def polls(self) -> bool:
+        """Whether split_k_polling.py can be used: on a ROCm GPU a program may not see what another one writes."""
+        return self.supports_ptx or self.device.type == "cpu"
+
+    def polled(self, splits: int, sums: int, tiles: int) -> int:
+        """Number of other programs whose sums the last program of a tile polls, rounded up to a power of two.
+
+        splits: programs per tile. sums: partial sums of each. 0: a counter says when sums are written.
+        """
+        if splits == 1 or not self.polls:
+            return 0
+        others = 1 << (splits - 2).bit_length()
+        fits = tiles * (splits - 1) * sums <= MAX_POLLED_SUMS
+        return others if fits and others * sums <= MAX_POLLED_SUMS_OF_TILE else 0
 
     @partials.default
     def _make_partials(self) -> torch.Tensor:
@@ -105,6 +143,11 @@ class Workspace:
     @arrivals.default
     def _make_arrivals(self) -> torch.Tensor:
         return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=self.device)
+
+    @polled_sums.default
+    def _make_polled_sums(self) -> torch.Tensor:
+        room = MAX_POLLED_SUMS if self.polls else 1
+        return torch.full((room,), polling.EMPTY.value, dtype=torch.int32, device=self.device)
 
 
 class SkinnyLaunch:
@@ -121,6 +164,7 @@ class SkinnyLaunch:
             "BLOCK_K": tile.block_k,
             "THREADS": tile.warps * 32,
             "EPILOGUE": shape.epilogue_code,
+            "LATE_RELEASE": shape.weight_rows * shape.inputs >= LARGE,
             "num_warps": tile.warps,
             **dependent_launch(workspace.device),
         }
@@ -128,11 +172,17 @@ class SkinnyLaunch:
         if tile.form == "vector":
             self._kernel = skinny.vector_kernel
             constants["ROWS"] = next(size for size in VECTOR_ROWS if size >= rows)
-            constants["LATE_RELEASE"] = shape.weight_rows * shape.inputs >= LARGE
         else:
-            self._kernel = skinny.matrix_kernel
-            constants |= {"STAGES": tile.stages, "SPLIT": tile.splits > 1}
-            self._scratch = (workspace.partials, workspace.arrivals)
+            self._kernel = skinny_matrix.matrix_kernel
+            columns = columns_for(rows)
+            constants |= {
+                "COLUMNS": columns,
+                "STAGES": tile.stages,
+                "SPLIT": tile.splits > 1,
+                "POLLED": workspace.polled(tile.splits, tile.rows * columns, self._programs),
+                "ASM": workspace.supports_ptx,
+            }
+            self._scratch = (workspace.partials, workspace.arrivals, workspace.polled_sums)
         self._constants = {bias: {**constants, "BIAS": bias} for bias in (False, True)}
         self._grid = (self._programs, tile.splits)
         self._run = self._kernel[self._grid]
@@ -185,6 +235,10 @@ MATRICES = (
     (64, 128, 4, 3),
 )  # fmt: skip
 """(rows, block_k, warps, stages) of the matrix candidates."""
+WIDE_MATRICES = ((64, 128, 4, 6), (32, 128, 4, 6), (64, 128, 4, 4), (128, 128, 4, 4))
+"""The same for 17 to 64 rows of x."""
+WIDEST_MATRICES = ((64, 128, 4, 4), (128, 64, 8, 5), (128, 128, 8, 3))
+"""The same for more rows."""
 FEW_MATRICES = 2
 """Number of MATRICES to try for up to 2 rows."""
 AHEAD = (16384, 65536)
@@ -198,10 +252,10 @@ def candidates(shape: GemmShape, rows: int, device: torch.device) -> list[Skinny
         if block_k < 2 * shape.inputs:
             tiles.append(SkinnyTile(form="vector", rows=tile_rows, block_k=block_k, warps=warps))
     if shape.dtype != "float32":  # tensor cores would lose digits of float32
-        for tile_rows, block_k, warps, stages in MATRICES[: FEW_MATRICES if rows <= 2 else None]:
+        matrices = WIDEST_MATRICES if rows > 64 else WIDE_MATRICES if rows > MIN_COLUMNS else MATRICES
+        for tile_rows, block_k, warps, stages in matrices[: FEW_MATRICES if rows <= 2 else None]:
             tile = SkinnyTile(form="matrix", rows=tile_rows, block_k=block_k, warps=warps, stages=stages)
-            tiles.append(_split(tile, shape, num_sms(device)))
-        tiles += [one for tile in tiles if tile.form == "matrix" for one in _in_one_wave(tile, shape, num_sms(device))]
+            tiles += _splits(tile, shape, rows, num_sms(device))
     return tiles
 
 
@@ -212,9 +266,9 @@ def default_tile(shape: GemmShape, rows: int, device: torch.device) -> SkinnyTil
         wanted = triton.next_power_of_2(max(shape.weight_rows // (4 * sms), 1))
         block_k = min(1024, max(32, triton.next_power_of_2(shape.inputs)))
         return SkinnyTile(form="vector", rows=min(max(wanted, 4), 4 if sms > 1 else 256), block_k=block_k, warps=4)
-    if shape.dtype == "float32":
+    if shape.dtype == "float32" or rows > MIN_COLUMNS:
         return None
-    return _split(SkinnyTile(form="matrix", rows=64, block_k=128, warps=4, stages=4), shape, sms)
+    return _split(SkinnyTile(form="matrix", rows=64, block_k=128, warps=4, stages=4), shape, rows, sms)
 
 
 def with_ahead(tile: SkinnyTile, shape: GemmShape, itemsize: int) -> list[SkinnyTile]:
@@ -226,22 +280,34 @@ def with_ahead(tile: SkinnyTile, shape: GemmShape, itemsize: int) -> list[Skinny
     return [evolve(tile, ahead=amount) for amount in amounts]
 
 
-def _split(tile: SkinnyTile, shape: GemmShape, sms: int) -> SkinnyTile:
+def columns_for(rows: int) -> int:
+    """Columns of a matrix tile for that many rows of x."""
+    return max(1 << (rows - 1).bit_length(), MIN_COLUMNS)
+
+
+def _splits(tile: SkinnyTile, shape: GemmShape, rows: int, sms: int) -> list[SkinnyTile]:
+    """The tile with the numbers of splits to try: 1.5 programs per multiprocessor, at most one, and the most even."""
+    many = _split(tile, shape, rows, sms)
+    one_wave = evolve(tile, splits=min(max(sms // tile.programs(shape), 1), many.splits))
+    tiles = [many, one_wave]
+    if tile.programs(shape) <= sms:
+        possible = [evolve(tile, splits=splits) for splits in range(1, _max_splits(tile, shape, rows) + 1)]
+        tiles.append(min(possible, key=lambda one: (one.most_blocks(shape, sms), one.splits)))
+    return list(dict.fromkeys(tiles))
+
+
+def _split(tile: SkinnyTile, shape: GemmShape, rows: int, sms: int) -> SkinnyTile:
     """The tile with as many splits as give 1.5 programs per multiprocessor, if possible."""
-    programs, splits = tile.programs(shape), 1
-    most = min(MAX_SPLITS, shape.inputs // (2 * tile.block_k))
-    if shape.epilogue == "argmax":
-        most = 1  # the maximum of partial sums is not the maximum of the sums
-    while programs * splits * 2 < sms * 3 and splits * 2 <= most and _fits(tile, programs, splits * 2):
+    programs, splits, most = tile.programs(shape), 1, _max_splits(tile, shape, rows)
+    while programs * splits * 2 < sms * 3 and splits * 2 <= most:
         splits *= 2
     return evolve(tile, splits=splits)
 
 
-def _in_one_wave(tile: SkinnyTile, shape: GemmShape, sms: int) -> list[SkinnyTile]:
-    """The tile with fewer splits, at most one program per multiprocessor if possible; empty if it has no more."""
-    splits = max(sms // tile.programs(shape), 1)
-    return [evolve(tile, splits=splits)] if splits < tile.splits else []
-
-
-def _fits(tile: SkinnyTile, programs: int, splits: int) -> bool:
-    return programs <= MAX_SPLIT_TILES and programs * splits * tile.rows * SKINNY_MAX_ROWS <= MAX_PARTIAL_SUMS
+def _max_splits(tile: SkinnyTile, shape: GemmShape, rows: int) -> int:
+    """The maximum number of splits, each of at least two blocks of columns."""
+    programs = tile.programs(shape)
+    if shape.epilogue == "argmax" or programs > MAX_SPLIT_TILES:
+        return 1  # the maximum of partial sums is not the maximum of the sums
+    room = MAX_PARTIAL_SUMS // (programs * tile.rows * columns_for(rows))
+    return max(min(MAX_SPLITS, shape.inputs // (2 * tile.block_k), room), 1)

@@ -11,12 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.ops.activation.act_and_mul import activate
 from engine.ops.common.fast_math import settled
 from engine.ops.common.launch import prefetch_lines, release, wait
 from engine.ops.gemm.skinny import GATED
-from engine.ops.gemm.split_k_polling import poll_sums, write_sums
 from engine.ops.gemm.unpack_weights import fma, half_of, unpack
+from engine.ops.gemm.weight_tile import INTERLEAVE, reduce_and_store, rows_of_tile
 
 GROUPS_OF_INPUTS = tl.constexpr(0)
 """scales: those of a GroupedLayout, each entry read as one int32."""
@@ -24,25 +23,6 @@ OUTPUTS = tl.constexpr(1)
 """scales: [rows of W] float32."""
 BLOCKS = tl.constexpr(2)
 """scales: [ceil(rows of W / scale_rows), blocks] float32."""
-
-
-INTERLEAVE = tl.constexpr(8)
-"""Rows of the gate and of the up projection alternate in runs of this length in a gated tile: a thread that holds one
-element of an mma result also holds the element this many rows further on, so that gate and up meet in one thread."""
-
-
-@triton.jit
-def _rows_of(TILE: tl.constexpr, RUN: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
-    """For each row of a tile: the output it belongs to, and its row in W. Gated: runs of RUN gate and up rows
-    alternate."""
-    lane = tl.arange(0, TILE)
-    if EPILOGUE >= GATED:
-        output = tl.program_id(0) * (TILE // 2) + lane // (2 * RUN) * RUN + lane % RUN
-        row = output + lane // RUN % 2 * outputs
-    else:
-        output = tl.program_id(0) * TILE + lane
-        row = output
-    return output, tl.where(output < outputs, row, 0)  # rows beyond the last compute row 0 and are not stored
 
 
 @triton.jit
@@ -67,31 +47,6 @@ def _fetch(
         if ENTRIES:
             for number in tl.static_range(ENTRIES):
                 prefetch_lines(scales_row[:, None] + ((block * ENTRIES + number) * weight_rows)[None, :])
-
-
-@triton.jit
-def _store(out, total, bias, first, rows, outputs, RUN: tl.constexpr, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
-    """Apply bias and epilogue and store. total: [TILE, COLUMNS] float32, of the rows of x from `first` on; its rows in
-    the order of `_rows_of`."""
-    COLUMNS: tl.constexpr = total.shape[1]
-    output, row = _rows_of(total.shape[0], RUN, outputs, EPILOGUE)
-    m = first + tl.arange(0, COLUMNS)
-    if BIAS:
-        total += tl.load(bias + row, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
-    if EPILOGUE >= GATED:
-        HALF: tl.constexpr = total.shape[0] // 2
-        pair = tl.reshape(total, [HALF // RUN, 2, RUN, COLUMNS])
-        is_gate = (tl.arange(0, 2) == 0)[None, :, None, None]
-        gate = tl.sum(tl.where(is_gate, pair, 0.0), axis=1)
-        up = tl.sum(tl.where(is_gate, 0.0, pair), axis=1)
-        n = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        value = tl.reshape(activate(gate, up, EPILOGUE - GATED), [HALF, COLUMNS])
-    else:
-        n = output
-        value = total
-    mask = (n < outputs)[:, None] & (m < rows)[None, :]
-    place = m.to(tl.int64)[None, :] * outputs + n[:, None]
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -139,17 +94,15 @@ def matmul_kernel(
     fill all blocks. Each program loops over the blocks of a tile of W, dequantizes words in registers and multiplies by
     x^T on the tensor cores, accumulating in float32. SCALE_WEIGHTS: weights are scaled, and rounded to x's dtype,
     before they are multiplied; otherwise the sums of each group are scaled, in float32. PARTS: loop iterations per
-    block, each with an equal part of every span. SPLIT: split-K over program_id(1); partials: [tiles, splits, TILE,
-    COLUMNS] float32; arrivals: [tiles] int32, 0 before and after. POLLED: if not 0, sums are added by polling instead
-    (split_k_polling.py); polled_sums: [tiles, splits - 1, TILE, COLUMNS] int32. AHEAD: blocks to prefetch into the L2
-    cache before x is written; a power of two, or 0. ASM: PTX may be used.
+    block, each with an equal part of every span. AHEAD: blocks to prefetch into the L2 cache before x is written; a
+    power of two, or 0. partials, arrivals, polled_sums, SPLIT, POLLED, ASM: as of `reduce_and_store`.
     """
     FIELDS: tl.constexpr = 16 // BITS
     GROUPS: tl.constexpr = FIELDS * SPAN // GROUP
     ENTRIES: tl.constexpr = GROUPS if ZERO_POINTS else GROUPS // 2
     DTYPE: tl.constexpr = x.dtype.element_ty
     SCALED: tl.constexpr = SCALE_LAYOUT != OUTPUTS  # scales are applied in the loop
-    row = _rows_of(TILE, INTERLEAVE, outputs, EPILOGUE)[1]
+    row = rows_of_tile(TILE, INTERLEAVE, outputs, EPILOGUE)[1]
     weight_rows = outputs * (2 if EPILOGUE >= GATED else 1)
     blocks = tl.cdiv(inputs, FIELDS * SPAN)
     splits = tl.num_programs(1)
@@ -214,31 +167,23 @@ def matmul_kernel(
     if SCALE_LAYOUT == OUTPUTS:
         total *= scale_of_row[:, None]
     tile_number = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
-    if POLLED:
-        buffer = polled_sums + tile_number * (splits - 1) * (TILE * COLUMNS)
-        if tl.program_id(1) < splits - 1:
-            write_sums(total, buffer)
-        else:
-            total += poll_sums(buffer, splits - 1, total.shape, POLLED, ASM)
-            _store(out, total, bias, first, rows, outputs, INTERLEAVE, EPILOGUE, BIAS)
-    elif SPLIT:
-        HALF: tl.constexpr = TILE // 2
-        lane = tl.arange(0, TILE)
-        place = lane
-        if EPILOGUE >= GATED:  # gate rows before up rows, so that the reading thread has both
-            place = lane // (2 * INTERLEAVE) * INTERLEAVE + lane % INTERLEAVE + lane // INTERLEAVE % 2 * HALF
-        ours = partials + tile_number * splits * (TILE * COLUMNS) + tl.arange(0, COLUMNS)[None, :]
-        tl.store(ours + (tl.program_id(1) * TILE + place)[:, None] * COLUMNS, total)
-        tl.debug_barrier()  # all threads' sums are written before the counter changes
-        arrived = tl.atomic_add(arrivals + tile_number, 1, sem="acq_rel")
-        if arrived == splits - 1:
-            total = tl.zeros([TILE, COLUMNS], tl.float32)
-            for split in range(splits):
-                total += tl.load(ours + (split * TILE + lane)[:, None] * COLUMNS, cache_modifier=".cg")
-            tl.store(arrivals + tile_number, 0)
-            _store(out, total, bias, first, rows, outputs, HALF, EPILOGUE, BIAS)
-    else:
-        _store(out, total, bias, first, rows, outputs, INTERLEAVE, EPILOGUE, BIAS)
+    reduce_and_store(
+        out,
+        total,
+        bias,
+        partials,
+        arrivals,
+        polled_sums,
+        tile_number,
+        first,
+        rows,
+        outputs,
+        SPLIT,
+        POLLED,
+        EPILOGUE,
+        BIAS,
+        ASM,
+    )
 
 
 @triton.jit

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 import triton.language as tl
 
 from engine.ops.activation.act_and_mul import act_and_mul
-from engine.ops.common import polling
-from engine.ops.common.launch import dependent_launch, has_capability, has_wgmma, num_sms, shared_memory
+from engine.ops.common.launch import dependent_launch, has_wgmma, num_sms, shared_memory
 from engine.ops.gemm import (
     persistent_w4a16_launch,
     skinny,
@@ -22,7 +21,6 @@ from engine.ops.gemm.packed_layout import PackedMatrix
 from engine.ops.gemm.persistent_w4a16_launch import StreamKWorkspace
 from engine.ops.gemm.skinny_launch import Workspace, gated_epilogue
 from engine.ops.gemm.weight_only_tiles import (
-    MAX_POLLED_SUMS,
     ROW_CLASSES,
     PersistentTile,
     Tile,
@@ -55,12 +53,7 @@ class WeightOnlyMatmul:
         """Also used by the W8A8 kernels of the same layers."""
         self._stream_k = StreamKWorkspace.on(device)
         self._dependent = dependent_launch(device)
-        self._asm = self._supports_ptx()
-        self._polls = self._asm or device.type == "cpu"
-        """Whether split_k_polling.py can be used: on a ROCm GPU a program may not see what another one writes."""
-        room = MAX_POLLED_SUMS if self._polls else 1
-        self._polled_sums = torch.full((room,), polling.EMPTY.value, dtype=torch.int32, device=device)
-        """EMPTY before and after each launch, so launches that use it must follow one another."""
+        self._asm = self.workspace.supports_ptx
         self._chosen: dict[tuple[WeightOnlyShape, int], Tile] = {}
         self._tiles: dict[tuple[object, ...], Tile] = {}
 
@@ -227,10 +220,10 @@ class WeightOnlyMatmul:
             "STAGES": tile.stages,
             "SCALE_WEIGHTS": tile.scales_weights,
             "SPLIT": tile.splits > 1,
-            "POLLED": tile.polled(matrix.rows, rows) if self._polls else 0,
+            "POLLED": tile.polled(matrix.rows, rows, self.workspace),
             "AHEAD": tile.ahead,
         }
-        scratch = (self.workspace.partials, self.workspace.arrivals, self._polled_sums)
+        scratch = (self.workspace.partials, self.workspace.arrivals, self.workspace.polled_sums)
         return weight_only.matmul_kernel, (*tensors, *scratch, *sizes), constants
 
     def _constants(self, matrix: PackedMatrix, dtype: torch.dtype) -> dict[str, object]:
@@ -248,10 +241,6 @@ class WeightOnlyMatmul:
             "ASM": self._asm,
             **self._dependent,
         }
-
-    def _supports_ptx(self) -> bool:
-        """Whether the kernels' PTX runs on this device: fma.bf16x2 needs compute capability 8.0."""
-        return has_capability(self.device, (8, 0))
 
 
 def _outputs(matrix: PackedMatrix, gated: bool) -> int:

@@ -11,17 +11,12 @@ import torch
 from attrs import evolve, frozen
 
 from engine.ops.gemm.packed_layout import SPANS, WeightLayout
-from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, MAX_SPLIT_TILES
+from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, MAX_SPLIT_TILES, Workspace
 
 WEIGHT_ONLY_MAX_ROWS = 256
 """Up to this many rows of x, a WeightOnlyTile is faster than dequantizing the whole matrix to memory and multiplying
 by cuBLAS."""
 MAX_SPLITS = 16
-MAX_POLLED_SUMS = 2**21
-"""Partial sums of all programs together that there is room for if they are polled (split_k_polling.py)."""
-MAX_POLLED_SUMS_OF_TILE = 2048
-"""Partial sums that are polled for one tile, with the number of programs rounded up to a power of two. With more,
-counters are faster."""
 COLUMNS = (8, 16, 32, 64, 128)
 """Columns that a tile may have."""
 ROW_CLASSES = (*COLUMNS, WEIGHT_ONLY_MAX_ROWS, 512, 1024, 4096)
@@ -103,16 +98,10 @@ class WeightOnlyTile:
         """Launch grid for these numbers of rows of W and of x."""
         return -(-weight_rows // self.rows), self.splits, -(-rows // self.columns)
 
-    def polled(self, weight_rows: int, rows: int) -> int:
-        """Number of other programs whose sums the last program of a split tile polls, rounded up to a power of two. 0:
-        a counter says when sums are written."""
-        if self.splits == 1:
-            return 0
-        others = 1 << (self.splits - 2).bit_length()
-        tiles, _, columns = self.grid(weight_rows, rows)
-        sums = self.rows * self.columns
-        fits = tiles * columns * (self.splits - 1) * sums <= MAX_POLLED_SUMS
-        return others if fits and others * sums <= MAX_POLLED_SUMS_OF_TILE else 0
+    def polled(self, weight_rows: int, rows: int, workspace: Workspace) -> int:
+        """As Workspace.polled, for these numbers of rows of W and of x."""
+        tiles, splits, columns = self.grid(weight_rows, rows)
+        return workspace.polled(splits, self.rows * self.columns, tiles * columns)
 
     def parts(self, layout: WeightLayout) -> int:
         """Loop iterations per block. Each takes an equal part of every span."""

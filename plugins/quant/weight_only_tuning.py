@@ -24,6 +24,7 @@ from engine.ops.gemm import (
     weight_only_candidates,
     weight_only_launch,
     weight_only_tiles,
+    weight_tile,
 )
 from engine.ops.gemm.packed_layout import PackedMatrix
 from engine.ops.gemm.weight_only_candidates import (
@@ -82,6 +83,7 @@ class WeightOnlyOp(AutotunedOp[MeasuredTile]):
             weight_only_candidates,
             weight_only_launch,
             weight_only_tiles,
+            weight_tile,
         )
 
     @property

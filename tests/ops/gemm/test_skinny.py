@@ -1,4 +1,4 @@
-"""The skinny GEMM, of up to 16 rows, against float64: both forms, all epilogues, ragged sizes, split-K."""
+"""The skinny GEMM, of up to 128 rows, against float64: both forms, all epilogues, ragged sizes, split-K."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import torch.nn.functional as F
 from attrs import evolve
 
 from engine.core.layers import gated_activation
+from engine.core.layers.skinny_linear import ROW_CLASSES
+from engine.ops.common.polling import EMPTY
 from engine.ops.gemm.skinny_launch import (
     AHEAD,
+    HEAD_MAX_ROWS,
     MAX_PARTIAL_SUMS,
     SKINNY_MAX_ROWS,
     GemmShape,
@@ -19,6 +22,7 @@ from engine.ops.gemm.skinny_launch import (
     SkinnyTile,
     Workspace,
     candidates,
+    columns_for,
     default_tile,
     with_ahead,
 )
@@ -91,6 +95,7 @@ def compare(tile: Any, operands: Any, workspace: Any, rows: Any) -> None:
     torch.testing.assert_close(out.double(), exact, rtol=4 * limit, atol=2 * limit)
     assert torch.equal(out, launch(x, operands.weight, operands.bias))
     assert not workspace.arrivals.any()
+    assert bool((workspace.polled_sums == EMPTY.value).all())
 
 
 def check(
@@ -115,7 +120,7 @@ def test_vector_tile_equals_float64(epilogue: str, rows: int, outputs: int, inpu
 
 
 @pytest.mark.parametrize("epilogue", ["plain", "gated", "argmax"])
-@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 65])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 64), (13, 50)])
 def test_matrix_tile_equals_float64(epilogue: str, rows: int, outputs: int, inputs: int, workspace: Any) -> None:
     check(MATRIX, epilogue, rows, outputs, inputs, workspace)
@@ -132,12 +137,13 @@ def test_gated_by_other_activations(tile: Any, rows: int, activation: Any, works
 
 
 @pytest.mark.parametrize("epilogue", ["plain", "gated"])
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 50), (16, 33, 72)])
+@pytest.mark.parametrize("splits", [2, 4])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 50), (16, 33, 72), (17, 33, 72), (40, 33, 72)])
 def test_split_k_equals_float64_when_a_split_is_empty(
-    epilogue: str, rows: int, outputs: int, inputs: int, workspace: Any
+    epilogue: str, splits: int, rows: int, outputs: int, inputs: int, workspace: Any
 ) -> None:
-    """50 inputs are 4 blocks of 16, one per split; 72 are 5, so that one split is empty."""
-    check(SHARED, epilogue, rows, outputs, inputs, workspace)
+    """Of 4 splits: 50 inputs are 4 blocks of 16, one per split; 72 are 5, so that one split is empty."""
+    check(evolve(SHARED, splits=splits), epilogue, rows, outputs, inputs, workspace)
 
 
 @pytest.mark.parametrize("tile", [VECTOR, MATRIX, SHARED], ids=["vector", "matrix", "shared"])
@@ -198,7 +204,7 @@ def test_peaks_are_the_first_of_the_largest_rounded_outputs(
 @pytest.mark.parametrize(("outputs", "inputs"), [(151936, 1024), (128256, 4096)])
 def test_peaks_of_all_tiles_are_the_first_of_the_largest_outputs(outputs: int, inputs: int, workspace: Any) -> None:
     shape = GemmShape(epilogue="argmax", outputs=outputs, inputs=inputs, dtype="bfloat16")
-    for rows in (1, 2, 4, 8, SKINNY_MAX_ROWS):
+    for rows in (1, 2, 4, 8, HEAD_MAX_ROWS):
         for tile in candidates(shape, rows, workspace.device):
             check_ties(tile, rows, outputs, inputs, workspace, torch.bfloat16)
 
@@ -241,16 +247,17 @@ def test_candidates_fit_the_workspace(
     monkeypatch.setattr("engine.ops.gemm.skinny_launch.num_sms", lambda device: 132)
     gemm_shape = GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=dtype)
     cpu = torch.device("cpu")
-    for rows in (1, 2, 4, 8, SKINNY_MAX_ROWS):
+    for rows in ROW_CLASSES:
         tiles = [*candidates(gemm_shape, rows, cpu), default_tile(gemm_shape, rows, cpu)]
         for tile in filter(None, tiles):
             assert tile.form == "matrix" or rows <= 4
             assert dtype != "float32" or tile.form == "vector"
             assert tile.splits == 1 or epilogue != "argmax"
             if tile.splits > 1:
-                assert tile.programs(gemm_shape) * tile.splits * tile.rows * SKINNY_MAX_ROWS <= MAX_PARTIAL_SUMS
+                assert tile.programs(gemm_shape) * tile.splits * tile.rows * columns_for(rows) <= MAX_PARTIAL_SUMS
         if dtype == "bfloat16" and inputs >= 1024:
-            assert len(tiles) >= 4
+            assert len(tiles) >= 3
+            assert len(set(tiles[:-1])) == len(tiles) - 1
 
 
 def test_prefetching_needs_aligned_rows() -> None:
@@ -264,7 +271,7 @@ def test_prefetching_needs_aligned_rows() -> None:
 @pytest.mark.parametrize("epilogue", ["plain", "gated", "argmax"])
 def test_all_tiles_equal_float64_at_real_sizes(outputs: Any, inputs: Any, epilogue: str, workspace: Any) -> None:
     operands = Operands(epilogue, SKINNY_MAX_ROWS, outputs, inputs, workspace.device, torch.bfloat16)
-    for rows in (1, 2, 4, 8, SKINNY_MAX_ROWS):
+    for rows in ROW_CLASSES:
         for tile in candidates(operands.gemm_shape, rows, workspace.device):
             for one in [tile, *with_ahead(tile, operands.gemm_shape, 2)]:
                 for present in sorted({rows, max(rows - 1, 1)}):
@@ -292,3 +299,11 @@ def test_a_split_tile_is_also_tried_with_a_program_per_multiprocessor(monkeypatc
     assert {tile.splits for tile in tiles if (tile.rows, tile.block_k, tile.stages) == (64, 256, 3)} == {3, 8}
     gemm_shape = GemmShape(epilogue="plain", outputs=28672, inputs=4096, dtype="bfloat16")
     assert {tile.splits for tile in candidates(gemm_shape, 8, torch.device("cpu"))} == {1}
+
+
+def test_a_tile_is_tried_with_the_splits_that_load_multiprocessors_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """6784 outputs are 106 tiles of 64: with 6 splits of 9 blocks, 636 programs are at most 5 per multiprocessor."""
+    monkeypatch.setattr("engine.ops.gemm.skinny_launch.num_sms", lambda device: 132)
+    gemm_shape = GemmShape(epilogue="plain", outputs=6784, inputs=6912, dtype="bfloat16")
+    tiles = candidates(gemm_shape, 2, torch.device("cpu"))
+    assert {tile.splits for tile in tiles if (tile.rows, tile.block_k) == (64, 128)} == {1, 2, 6}

@@ -11,8 +11,9 @@ from attrs import evolve
 
 from engine.ops.common.polling import EMPTY
 from engine.ops.gemm.packed_layout import PackedMatrix, W8Layout
+from engine.ops.gemm.skinny_launch import MAX_POLLED_SUMS, Workspace
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
-from engine.ops.gemm.weight_only_tiles import FINE_TILE, MAX_POLLED_SUMS, TILES, WeightOnlyTile
+from engine.ops.gemm.weight_only_tiles import FINE_TILE, WeightOnlyTile
 
 from .w8a8 import Operands, check_close
 
@@ -31,7 +32,7 @@ def matrix_of(operands: Operands) -> PackedMatrix:
 
 
 def is_empty(multiplier: WeightOnlyMatmul) -> bool:
-    return bool((multiplier._polled_sums == EMPTY.value).all())
+    return bool((multiplier.workspace.polled_sums == EMPTY.value).all())
 
 
 @pytest.mark.parametrize("splits", [2, 3, 5, 16])
@@ -62,12 +63,11 @@ def test_nan_is_added_and_not_waited_for(multiplier: Any, device: torch.device, 
 
 
 def test_few_sums_are_polled() -> None:
-    assert [evolve(FINE, splits=splits).polled(4096, 8) for splits in (1, 2, 3, 5, 6, 9, 10)] == [0, 1, 2, 4, 8, 8, 0]
-    assert evolve(TILES[16], splits=2).polled(4096, 16) == 1
-    assert evolve(TILES[16], splits=3).polled(4096, 16) == 0
-    most = MAX_POLLED_SUMS // (FINE.rows * FINE.columns)
-    assert evolve(FINE, splits=2).polled(most * FINE.rows, 8) == 1
-    assert evolve(FINE, splits=2).polled((most + 1) * FINE.rows, 8) == 0
+    polled = Workspace(torch.device("cpu")).polled
+    assert [polled(splits, 128, 256) for splits in (1, 2, 3, 5, 6, 9, 17, 18)] == [0, 1, 2, 4, 8, 8, 16, 0]
+    assert [polled(splits, 1024, 64) for splits in (2, 3, 4)] == [1, 2, 0]
+    most = MAX_POLLED_SUMS // 128
+    assert [polled(2, 128, tiles) for tiles in (most, most + 1)] == [1, 0]
 
 
 @pytest.mark.gpu
