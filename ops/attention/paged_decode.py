@@ -212,9 +212,9 @@ def _decode_kernel(
     first_sequence = tl.sum(precedes.to(tl.int32), 0)
     # Index in the list of the current sequence's first tile, after those that stand for its start.
     tile_offset = tl.sum(tl.where(precedes, tile_counts, 0), 0) + start_tiles
-    last_sequence = tl.sum((tile_ends + start_tiles < range_end).to(tl.int32), 0)
-    if START_TILES > 0:
-        last_sequence -= (range_end <= start_tiles).to(tl.int32)
+    # The last of those whose first tile precedes the end: before `first_sequence` if the range has only starts.
+    begins = (tile_counts > 0) & (tile_ends - tile_counts + start_tiles < range_end)
+    last_sequence = tl.sum(begins.to(tl.int32), 0) - 1
     if PDL:  # noqa: SIM102 - a constant
         # While the preceding kernel ends. It may write to the cache: the L2 cache holds what it writes.
         if range_start < num_tiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -82,7 +83,7 @@ PRESETS = (
     Preset(8, 8192, num_warps=4, num_stages=4, programs_per_sm=1, extra_tiles=2, max_sequences=1),
     Preset(127, 16384, num_warps=4, num_stages=4, programs_per_sm=2, extra_tiles=4, start_tiles=2),
     Preset(399, 4096, num_warps=1, num_stages=3, programs_per_sm=8, extra_tiles=16, max_result=256),
-    Preset(528, 16384, num_warps=2, num_stages=2, programs_per_sm=4, extra_tiles=2, start_tiles=1),
+    Preset(528, 4096, num_warps=1, num_stages=3, programs_per_sm=8, extra_tiles=8, max_result=256, start_tiles=1),
     Preset(
         768, 16384, num_warps=2, num_stages=2, programs_per_sm=4, extra_tiles=2, max_sequences=96, min_result=257,
         start_tiles=1,
@@ -90,18 +91,25 @@ PRESETS = (
     Preset(math.inf, 4096, num_warps=1, num_stages=3, programs_per_sm=8, extra_tiles=16, start_tiles=1),
 )  # fmt: skip
 """The fastest, or nearly, of those that benchmarks/attention.py --tune tries, on an H200. Extra tiles and the presets
-of small results were chosen on an H100, within layers (h100-decode-ranges.json).
+of small results were chosen on an H100, within layers (h100-decode-ranges.json, h100-decode-presets.json).
 
 One sequence is divided among few programs, because merging their partial results takes time: 2048 tokens take 9.8 us
 per layer, and 17.4 us with twice as many programs. Large batches use small tiles and small programs: little of the last
 tile is wasted, and programs hide each other's latency. 256 contexts of 210 tokens take 58.7 us, and 64.8 us with tiles
 four times as large. In between, with 8 KV heads, 16 contexts of up to 2048 tokens take 31.9 us with both the second
-preset and the fourth; 32 of 512 take 24.3 and 22.7 us; 48 of 4096, 148.3 and 145.9 us.
+preset and that of two warps; 32 of 512 take 24.3 and 22.7 us; 48 of 4096, 148.3 and 145.9 us.
 
 Small programs merge small results in little time. With two query heads per KV head, 32 contexts of 190 tokens take
-12.8 us with the third preset and 14.1 us with the fourth; 32 of up to 2048, 58.4 and 59.7 us. With four query heads,
-14.1 and 13.9 us, 60.4 and 60.0 us. With the fourth, 64 sequences of 8 KV heads have one program each.
+12.8 us with them and 14.1 us with two warps; 32 of up to 2048, 58.4 and 59.7 us. With four query heads, 14.1 and 13.9
+us, 60.4 and 60.0 us. From 400 to 528 pairs, where two warps have a program per pair, sequences of very unequal lengths
+are divided: undivided, they would occupy half of the programs that fit.
 """
+WIDE_PRESETS = (
+    *PRESETS[:2],
+    Preset(math.inf, 16384, num_warps=2, num_stages=2, programs_per_sm=4, extra_tiles=2, start_tiles=1),
+)
+"""As PRESETS, for heads of more than 128 numbers, whose sums do not fit into the registers of one warp
+(h100-decode-presets.json)."""
 NARROW_PRESETS = (
     Preset(8, 8192, num_warps=4, num_stages=4, programs_per_sm=1, row_bytes=128, extra_tiles=2, max_sequences=1),
     Preset(47, 16384, num_warps=4, num_stages=4, programs_per_sm=2, row_bytes=128, extra_tiles=2),
@@ -112,7 +120,7 @@ NARROW_PRESETS = (
     ),
     Preset(math.inf, 4096, num_warps=1, num_stages=3, programs_per_sm=8, extra_tiles=16, start_tiles=1),
 )  # fmt: skip
-"""The same for heads of at most 128 bytes per position, such as 64 of 16 bits.
+"""As PRESETS, for heads of at most 128 bytes per position, such as 64 of 16 bits.
 
 Folding halves the number of heads, and so each program's results are merged with twice as many others: with few
 sequences that costs more than wider rows gain. 4 contexts of up to 8192 tokens of 8 KV heads take 22.1 us, and 26.1 us
@@ -126,13 +134,21 @@ FLOAT8_PRESETS = (
         start_tiles=2, max_query_heads=1,
     ),
     Preset(
+        79, 16384, num_warps=4, num_stages=3, programs_per_sm=2, row_bytes=128, extra_tiles=2, min_tiles=2,
+        start_tiles=2, min_query_heads=9,
+    ),
+    Preset(
         264, 16384, num_warps=4, num_stages=3, programs_per_sm=2, row_bytes=128, extra_tiles=2, min_tiles=2,
-        start_tiles=2, min_query_heads=2,
+        start_tiles=2, min_query_heads=2, max_query_heads=8,
+    ),
+    Preset(
+        264, 8192, num_warps=4, num_stages=3, programs_per_sm=3, row_bytes=128, extra_tiles=4, min_tiles=4,
+        start_tiles=2, min_query_heads=9,
     ),
     Preset(1543, 8192, num_warps=2, num_stages=3, programs_per_sm=4, row_bytes=128, extra_tiles=4, start_tiles=1),
     Preset(math.inf, 8192, num_warps=1, num_stages=2, programs_per_sm=8, extra_tiles=2, start_tiles=1),
 )  # fmt: skip
-"""The same for a float8 cache (h200-float8-decode.json).
+"""As PRESETS, for a float8 cache (h200-float8-decode.json).
 
 Eight warps per multiprocessor have 128 KB in flight. With more than 168 registers per thread, exactly eight warps fit.
 If more fitted, programs would be distributed unevenly, because they start wherever there is room while the previous
@@ -141,8 +157,11 @@ kernel ends: 64 contexts of 4096 tokens then take 159 us instead of 130.
 A program with one query head needs so few registers that three would fit: a fourth stage leaves room for two. 8
 contexts of 4000 to 8000 tokens of 32 heads then take 98 us, and 126 us with three stages; 3 of 300, 7.2 and 6.6.
 
-The first two presets have a program per pair up to 264 pairs, on 132 multiprocessors. On an H100, with 8 KV heads, 40
-contexts of 190 tokens take 13.2 us with the second and 9.8 us with the third; 40 of 100 to 2048, 40.5 and 41.5 us.
+Programs of 9 and more query heads compute products of 16 columns. From 80 pairs on, three of them with tiles of half
+the size are 3 to 16 % faster (h100-decode-presets.json); for fewer pairs up to 13 % faster or slower.
+
+The presets for up to 264 pairs have a program per pair on 132 multiprocessors. On an H100, with 8 KV heads, 40 contexts
+of 190 tokens take 13.2 us with that of 2 to 8 query heads and 9.8 us with the next; 40 of 100 to 2048, 40.5 and 41.5.
 """
 
 
@@ -155,8 +174,12 @@ def decode_configs(
     heads: numbers of query and KV heads.
     """
     configs: list[tuple[float, DecodeConfig]] = []
-    presets = PRESETS if triton.next_power_of_2(head_dim) * itemsize > 128 else NARROW_PRESETS
-    for preset in presets if itemsize > 1 else FLOAT8_PRESETS:
+    presets: Sequence[Preset] = PRESETS if head_dim <= 128 else WIDE_PRESETS
+    if itemsize == 1:
+        presets = FLOAT8_PRESETS
+    elif triton.next_power_of_2(head_dim) * itemsize <= 128:
+        presets = NARROW_PRESETS
+    for preset in presets:
         head_bytes = triton.next_power_of_2(head_dim) * itemsize
         fold = folded_heads(head_bytes, heads, preset.row_bytes, MIN_M if itemsize > 1 else FLOAT8_MIN_M)
         result = triton.next_power_of_2(heads[0] // heads[1]) * head_dim

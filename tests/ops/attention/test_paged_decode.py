@@ -408,9 +408,12 @@ def test_decode_scales_values(programs: int) -> None:
         ((64, 8), 128, torch.float8_e4m3fn),
         ((32, 32), 128, torch.float8_e4m3fn),
         ((32, 8), 64, torch.float8_e4m3fn),
+        ((64, 8), 64, torch.float8_e4m3fn),
+        ((64, 4), 128, torch.float8_e4m3fn),
         ((32, 8), 128, torch.bfloat16),
         ((16, 8), 128, torch.bfloat16),
         ((32, 8), 64, torch.bfloat16),
+        ((16, 8), 256, torch.bfloat16),
     ],
 )
 def test_decode_launches_exactly_the_programs_that_fit(

@@ -48,11 +48,11 @@ def test_decode_configs_equal_the_presets_with_the_shared_memory_of_an_h200() ->
 def test_decode_configs_of_small_results_have_small_programs_from_fewer_sequences_on() -> None:
     """Two query heads of 128 per KV head, not three."""
     small, large = (decode_configs(128, 2, 233472, (group * 8, 8)) for group in (2, 3))
-    assert [(limit, config.num_warps) for limit, config in small[1:]] == [
-        (15.875, 4),
-        (49.875, 1),
-        (66, 2),
-        (math.inf, 1),
+    assert [(limit, config.num_warps, config.extra_tiles) for limit, config in small[1:]] == [
+        (15.875, 4, 4),
+        (49.875, 1, 16),
+        (66, 1, 8),
+        (math.inf, 1, 16),
     ]
     assert [(limit, config.num_warps) for limit, config in large[1:]] == [(15.875, 4), (96, 2), (math.inf, 1)]
     small, large = (decode_configs(64, 2, 233472, (group * 8, 8)) for group in (2, 3))
@@ -68,6 +68,30 @@ def test_decode_configs_of_a_float8_cache_have_a_fourth_stage_for_one_query_head
 ) -> None:
     """Of all folded KV heads: an odd number of heads of 64 is not folded."""
     assert decode_configs(dim, 1, 233472, heads)[0][1].num_stages == stages
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (32, 8)])
+def test_decode_configs_of_wide_heads_have_at_least_two_warps(heads: Any) -> None:
+    """The sums of 16 rows of 256 do not fit into the registers of one warp."""
+    configs = decode_configs(256, 2, 233472, heads)
+    assert [(limit, config.num_warps) for limit, config in configs] == [(1, 4), (15.875, 4), (math.inf, 2)]
+
+
+@pytest.mark.parametrize(
+    ("dim", "heads", "launches"),
+    [
+        (128, (64, 8), [(33, 128, 2)]),
+        (128, (72, 8), [(9.875, 128, 2), (33, 64, 3)]),
+        (64, (32, 8), [(33, 128, 2)]),
+        (64, (40, 8), [(9.875, 128, 2), (33, 64, 3)]),
+    ],
+)
+def test_decode_configs_of_a_float8_cache_have_small_tiles_for_many_query_heads(
+    dim: int, heads: Any, launches: list[tuple[float, int, int]]
+) -> None:
+    """From nine query heads per program on; two KV heads of 64 are folded."""
+    configs = decode_configs(dim, 1, 233472, heads)[: len(launches)]
+    assert [(limit, config.block_n, config.programs_per_sm) for limit, config in configs] == launches
 
 
 @pytest.mark.parametrize(
