@@ -23,8 +23,12 @@ def shared_units_of(tiles, units_per_tile):
 
 @gluon.jit
 def begin_of(program, shared_units):
-    """The first unit of a program's range, which ends where the next program's begins."""
-    return program * shared_units // gl.num_programs(0)
+    """The first unit of a program's range, which ends where the next program's begins.
+
+    With fewer units than programs, the first programs have one each: no program waits for one that has none.
+    """
+    sharing = gl.maximum(gl.minimum(gl.num_programs(0), shared_units), 1)
+    return gl.minimum(program, sharing) * shared_units // sharing
 
 
 @gluon.jit
