@@ -19,6 +19,10 @@ from engine.ops.attention.persistent_steps import RUN, soften, thread_sums
 _RUN = gl.constexpr(RUN)
 
 
+COPYING_THREADS = gl.constexpr(128)
+"""Threads of the warps that copy, in the kernels of 16 bits."""
+
+
 @gluon.jit
 def make_barriers(BUFFERS: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
     """Barriers of BUFFERS buffers of queries, filled and free, and those of STAGES stages.
@@ -49,7 +53,7 @@ def make_stages(
     q_halves = gl.allocate_shared_memory(dtype, [2 * BUFFERS, BLOCK_M // 2, HEAD_DIM], swizzled)
     k_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], swizzled)
     v_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], swizzled)
-    q_filled, q_free, filled, free = make_barriers(BUFFERS, STAGES, 128)
+    q_filled, q_free, filled, free = make_barriers(BUFFERS, STAGES, COPYING_THREADS)
     return q_halves, k_stages, v_stages, q_filled, q_free, filled, free
 
 
@@ -119,10 +123,12 @@ def start_scores(q, k_stages, step, zeros):
 @gluon.jit
 def start_step(
     q, shared, acc, qk, m_i, l_i, step, q_positions, start_n, scale, softcap, window, needs_mask,
-    WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr,
+    WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, LOADED: gl.constexpr = False,
 ):  # fmt: skip
     """Start both products of a step; qk: scores of the previous step, of the block from `start_n` on.
 
+    LOADED: whether TMA has loaded the step's keys and values, which needs no memory fence. Without one the compiler
+    also computes the sums of weights during the products.
     Returns the sums and the new scores, both in flight, and the new m_i and l_i.
     """
     _, k_stages, v_stages, _, _, filled, _ = shared
@@ -130,14 +136,20 @@ def start_step(
     qk_layout: gl.constexpr = qk.type.layout
     WAITS_EARLY: gl.constexpr = STAGES > 2  # with two stages, a copy takes about as long as the softmax
     if WAITS_EARLY:
-        wait_for_stage(filled, step)
+        if LOADED:
+            wait_until_filled(filled, step)
+        else:
+            wait_for_stage(filled, step)
     p, acc, m_i, l_i = soften(
         qk, acc, m_i, l_i, q_positions, start_n, scale, softcap, window, needs_mask, WINDOWED, SOFTCAP
     )
     left = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
     zeros = gl.zeros(qk.shape, gl.float32, qk_layout)
     if not WAITS_EARLY:
-        wait_for_stage(filled, step)
+        if LOADED:
+            wait_until_filled(filled, step)
+        else:
+            wait_for_stage(filled, step)
     acc = warpgroup_mma(left, v_stages.index(step % STAGES), acc, is_async=True)
     qk = start_scores(q, k_stages, step, zeros)
     return acc, qk, m_i, l_i

@@ -32,6 +32,24 @@ def count_turns(items, programs):
 
 
 @gluon.jit
+def ordered_item(order, turn, items, programs):
+    """As item_of_turn, by `order` if it is not None; `items` behind the last turn."""
+    if order is None:
+        item = item_of_turn(turn, programs)
+    else:
+        at = order + turn * programs + gl.program_id(0)
+        item = gl.load(at, mask=turn < gl.cdiv(items, programs), other=items)
+    return item
+
+
+@gluon.jit
+def ordered_turns(order, items, programs):
+    """As count_turns, by `order` if it is not None."""
+    turns = gl.cdiv(items, programs)
+    return gl.where(ordered_item(order, turns - 1, items, programs) < items, turns, turns - 1)
+
+
+@gluon.jit
 def tile_of_item(tiles, item, items, KV_HEADS: gl.constexpr):
     """Sequence of an item, position and row of q of its first token, and number of tokens."""
     tile = tiles + item // KV_HEADS * 4

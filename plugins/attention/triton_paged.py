@@ -109,6 +109,8 @@ class PagedKernels:
             window=self._spec.sliding_windows[layer],
             value_scale=scales.value,
             sinks=self._sinks[layer],
+            order=part.order,
+            consecutive=part.widened is not None,
             config=part.config,
         )
 

@@ -34,6 +34,8 @@ class PrefillPart:
     widened: torch.Tensor | None = None
     """[blocks] int32: blocks of a float8 cache to widen first, `tables` holding indices into this list; None: `tables`
     hold blocks of the cache."""
+    order: torch.Tensor | None = None
+    """[turns, programs] int32, from `prefill_order`; None: tiles in their order."""
 
 
 @frozen
@@ -67,6 +69,7 @@ class PrefillPlanner:
         keys, dtype = pool.keys[0], getattr(torch, spec.dtype)
         self._itemsize = dtype.itemsize
         self._shared_memory = shared_memory(keys.device)
+        self._cache_bytes = cache_bytes(keys.device)
         self._persistent = can_persist(keys, dtype, self._group)
         self._sms = num_sms(keys.device)
         windows = spec.sliding_windows
@@ -115,8 +118,19 @@ class PrefillPlanner:
             persistent=self._persistent,
         )
         tiles = prefill_tiles(queries, batch.context_lens_host, sequences, config.tokens(self._group))
-        [sent] = to_device([tiles], batch.tokens.device)
-        return PrefillPart(sent, batch.block_tables, config)
+        # Without TMA an order gains nothing where the GPU's cache holds all keys and values.
+        size = 2 * int(batch.context_lens_host[sequences].sum()) * self._spec.num_kv_heads * self._spec.head_dim
+        order = self._order(tiles, config) if size * self._itemsize > self._cache_bytes else None
+        sent = to_device([tiles] if order is None else [tiles, order], batch.tokens.device)
+        return PrefillPart(sent[0], batch.block_tables, config, order=None if order is None else sent[1])
+
+    def _order(self, tiles: npt.NDArray[np.int32], config: Any) -> npt.NDArray[np.int32] | None:
+        """The order of work of persistent_prefill in layers without a window, if `config` and any layer are for it."""
+        from engine.ops.attention.paged_prefill import prefill_order
+
+        if self._window is not None or not config.persistent or config.across_tiles:
+            return None
+        return prefill_order(tiles, self._spec.num_kv_heads, self._sms)
 
     def _work(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> Any:
         """The PrefillWork of sequences."""
@@ -176,8 +190,10 @@ class PrefillPlanner:
         config = self.choose_widened_config(self._work(batch, sequences))
         tiles = prefill_tiles(queries, contexts, sequences, config.tokens(self._group))
         tiles[:, 0] = np.searchsorted(sequences, tiles[:, 0])
-        sent_tiles, sent_tables, sent_blocks = to_device([tiles, tables, blocks], batch.tokens.device)
-        return PrefillPart(sent_tiles, sent_tables, config, sent_blocks)
+        order = self._order(tiles, config)
+        arrays = [tiles, tables, blocks] if order is None else [tiles, tables, blocks, order]
+        sent_tiles, sent_tables, sent_blocks, *rest = to_device(arrays, batch.tokens.device)
+        return PrefillPart(sent_tiles, sent_tables, config, sent_blocks, rest[0] if rest else None)
 
     def _tiled(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> Float8Part:
         """Read these sequences from tiles, numbered consecutively over all sequences."""
@@ -217,3 +233,8 @@ def _power_of_2_below(number: int) -> int:
 def shared_memory(device: torch.device) -> int:
     """Shared memory per multiprocessor, bytes; on a CPU, where the interpreter has no limit, the least of any GPU."""
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else 65536
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Size of the GPU's L2 cache; 0 for a CPU."""
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0

@@ -1,8 +1,8 @@
 """W8 linear layers on a GPU: W8A16 for few rows, W8A8 for more.
 
 With few rows the time is that of reading the weights, and activations stay 16-bit (W8A16). With more rows activations
-are quantized too, by one kernel, and the GEMM is W8A8, at twice the rate of 16-bit numbers. The number of rows alone
-decides which of the two computes, so results do not depend on autotuning, which only chooses tiles.
+are quantized too, by one kernel, and the GEMM is W8A8, at twice the rate of 16-bit numbers. The format, the GPU and the
+number of rows decide which of the two computes, so results do not depend on autotuning, which only chooses tiles.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from engine.plugins.quant.weight_only_tuning import WeightOnlyOp
 
 W8A16_MAX_ROWS = 32
 """Up to this many rows activations are not quantized."""
+W8A16_MAX_ROWS_WGMMA = 8
+"""The same where W8A8 has persistent tiles, which are faster than W8A16 from fewer rows on."""
 FLOAT8_NAN = 0x7F
 """The bits of a NaN in e4m3, without the sign."""
 
@@ -114,9 +116,14 @@ class W8GpuKernel(W8Kernel):
             return None
         return NormAndActivationQuantization(self._w8a8, self._is_w8a8, spec.input_activation, spec.activation)
 
+    @property
+    def w8a16_max_rows(self) -> int:
+        """Up to this many rows activations are not quantized, where those of more rows are."""
+        return W8A16_MAX_ROWS_WGMMA if self._w8a8.persistent else W8A16_MAX_ROWS
+
     def _is_w8a8(self, rows: int) -> bool:
         """Whether activations of this many rows are quantized, if they are not float32."""
-        return self._quantizes and rows > W8A16_MAX_ROWS
+        return self._quantizes and rows > self.w8a16_max_rows
 
     def autotuned_calls(
         self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
@@ -134,7 +141,7 @@ class W8GpuKernel(W8Kernel):
             dtype=self.compute_dtype,
             activation=spec.activation,
         )
-        max_rows = W8A16_MAX_ROWS if self._quantizes else WEIGHT_ONLY_MAX_ROWS
+        max_rows = self.w8a16_max_rows if self._quantizes else WEIGHT_ONLY_MAX_ROWS
         w8a16 = WeightOnlyOp(self._w8a16, shape, max_rows)
         found = [AutotunedCall(op=w8a16, operands=Operands(weights=matrix.tensors, bias=bias))]
         if self._quantizes:
@@ -150,7 +157,7 @@ class W8GpuKernel(W8Kernel):
     def describe(self) -> str:
         if not self._quantizes:
             return f"W8A16 by Triton kernels, above {WEIGHT_ONLY_MAX_ROWS} rows by dequantized weights and cuBLAS"
-        return f"W8A16 up to {W8A16_MAX_ROWS} rows, above W8A8 with activations quantized {self.activation_scales}"
+        return f"W8A16 up to {self.w8a16_max_rows} rows, above W8A8 with activations quantized {self.activation_scales}"
 
     def slow(self) -> str | None:
         return "activations are float32; use --dtype bfloat16" if self.spec.dtype == "float32" else None

@@ -10,9 +10,10 @@ import triton
 
 from engine.core.attention.base import AttentionSpec
 from engine.ops.attention.float8_tiles import TILE, gather_tiles
-from engine.ops.attention.paged_prefill import paged_prefill, prefill_tiles
+from engine.ops.attention.paged_prefill import paged_prefill, prefill_order, prefill_tiles
 from engine.ops.attention.paged_prefill_config import PrefillConfig
 from engine.ops.attention.persistent_float8 import BLOCK_M, float8_prefill
+from engine.ops.common.launch import num_sms
 from engine.testing.attention_cases import dense_attention
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -84,11 +85,14 @@ def check(
     has_sinks: bool = False,
     sharpness: float = 1.0,
     float8: bool = False,
+    ordered: bool = False,
+    consecutive: bool = False,
 ) -> None:
     """Run and compare. lengths: (cached, new) per sequence. Row 0 of out belongs to a decode and must not change.
 
     Slots that no query sees hold NaN, beyond the sequences and behind the window. sharpness: standard deviation of the
-    scores; float8: whether to run persistent_float8, and to round queries and weights as it does.
+    scores; float8: whether to run persistent_float8, and to round queries and weights as it does; ordered: whether to
+    pass an order, and consecutive: whether blocks are consecutive.
     """
     torch.manual_seed(0)
     kv_dtype = kv_dtype or dtype
@@ -115,7 +119,8 @@ def check(
     sinks = torch.linspace(-4.0, 8.0, heads[0]) if has_sinks else None
     expected = []
     for row, (context, count) in enumerate(zip(contexts, counts, strict=True), start=1):
-        tables[row, :count] = torch.tensor([order.pop() for _ in range(count)])
+        blocks = torch.arange(count) + sum(counts[: row - 1]) if consecutive else [order.pop() for _ in range(count)]
+        tables[row, :count] = torch.as_tensor(blocks)
         first_query = lengths[row - 1][0]
         at = torch.arange(0 if window is None else max(first_query + 1 - window, 0), context)
         blocks = tables[row][at // block_size].long()
@@ -143,7 +148,12 @@ def check(
         gathered = gather_tiles(keys, values, blocks.to(DEVICE), spans.to(DEVICE), window)
         float8_prefill(q, *gathered, torch.from_numpy(tiles).to(DEVICE), out, **settings)
     else:
-        sent = torch.from_numpy(prefill_tiles(*queries, config.tokens(group))).to(DEVICE)
+        tiles = prefill_tiles(*queries, config.tokens(group))
+        if ordered:
+            programs = min(len(tiles) * heads[1], num_sms(q.device))
+            turns = prefill_order(tiles, heads[1], programs, min_turns=0)
+            settings |= {"order": torch.from_numpy(turns).to(DEVICE), "consecutive": consecutive}
+        sent = torch.from_numpy(tiles).to(DEVICE)
         paged_prefill(q, keys, values, tables.to(DEVICE), sent, out, config=config, **settings)
     assert (out[0] == -7).all(), "a decode's row was written"
     wanted = torch.cat(expected)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 
-from engine.ops.attention.paged_prefill import prefill_tiles
+from engine.ops.attention.paged_prefill import prefill_order, prefill_tiles
 from engine.ops.attention.paged_prefill_config import (
     LIMITED_SHARE,
     MANY_TILES,
@@ -105,6 +105,47 @@ def test_prefill_tiles_cover_each_new_token_once_the_most_work_first() -> None:
         [3, 0, 14, 8],
         [1, 0, 1, 5],
     ]
+
+
+def tiles_of(lengths: tuple[tuple[int, int], ...], tokens: int = 32) -> Any:
+    """Tiles of (cached, new) per sequence."""
+    queries = np.array([new for _, new in lengths], np.int32)
+    contexts = np.array([cached + new for cached, new in lengths], np.int32)
+    return prefill_tiles(queries, contexts, np.arange(len(lengths)), tokens)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    "lengths", [((0, 2048),) * 4, ((10_000, 8192),), ((0, 5000), (300, 800), (0, 1)), ((0, 20_000),)]
+)
+def test_prefill_order_has_each_item_once_and_gives_programs_equal_work(
+    lengths: tuple[tuple[int, int], ...], kv_heads: int
+) -> None:
+    tiles, programs = tiles_of(lengths), 20
+    order = prefill_order(tiles, kv_heads, programs)
+    assert order is not None
+    items = len(tiles) * kv_heads
+    assert order.shape == (-(-items // programs), programs)
+    assert sorted(order.ravel().tolist()) == sorted([*range(items), *[items] * (order.size - items)])
+    assert (order[:-1] < items).all()
+    work = np.append(np.repeat(-(-(tiles[:, 1] + tiles[:, 3]) // 128) + 1, kv_heads), 0)
+    load = work[order].sum(0)
+    assert load.max() <= 1.1 * load.mean()
+
+
+def test_prefill_order_computes_few_sequences_and_heads_at_the_same_time() -> None:
+    tiles, kv_heads, programs = tiles_of(((0, 2048),) * 16), 8, 132
+    order = prefill_order(tiles, kv_heads, programs)
+    assert order is not None
+    longest = order[:40]  # the shortest tiles of all come last
+    used = [{(tiles[item // kv_heads, 0], item % kv_heads) for item in row} for row in longest.tolist()]
+    assert max(map(len, used)) <= 6  # of 128
+
+
+def test_prefill_order_is_none_for_few_items_per_program() -> None:
+    tiles = tiles_of(((0, 1024),))
+    assert prefill_order(tiles, 8, 132) is None
+    assert prefill_order(tiles, 8, 132, min_turns=0) is not None
 
 
 @pytest.mark.parametrize("shared_memory", [65536, 102400, 167936, 233472])

@@ -20,16 +20,22 @@ import sys
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from engine.ops.attention.persistent_prefill import _prefill_kernel as kernel
+from engine.ops.attention import persistent_prefill
 
-short = sys.argv[1] == "short"
+short, loaded = sys.argv[1] == "short", sys.argv[1] == "loaded"
+kernel = persistent_prefill._prefill_kernel if sys.argv[1] in ("short", "long") else persistent_prefill._ordered_kernel
 constants = {
     "KV_HEADS": 8, "GROUP_SIZE": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOWED": False, "SOFTCAP": False,
     "SINKS": False, "BLOCK_M": 128, "BLOCK_N": 64 if short else 128, "STAGES": 4 if short else 2,
-    "ACROSS_TILES": short, "PDL": True,
+    "ACROSS_TILES": short, "LOADED": loaded, "PDL": True,
 }
-types = dict.fromkeys(("q", "keys", "values", "out"), "*bf16") | dict.fromkeys(("tables", "tiles"), "*i32")
+constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+types = dict.fromkeys(("q", "keys", "values", "out"), "*bf16") | dict.fromkeys(("tables", "tiles", "order"), "*i32")
+layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+rows = f"tensordesc<bf16[128, 128],{layout!r}>" if loaded else "*bf16"
+types |= dict.fromkeys(("key_rows", "value_rows"), rows)
 types |= dict.fromkeys(("scale", "softcap", "value_scale"), "fp32") | {"sinks": "*fp32"}
 signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
 values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -39,7 +45,8 @@ attributes = {(number,): [["tt.divisibility", 16]] for number in aligned}
 source = GluonASTSource(kernel, signature, values, attributes)
 print(triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "launch_pdl": True}).asm["ptx"])
 """
-"""Compiles the kernel for Hopper without a GPU; argument: short or long, for either way of pipelining."""
+"""Compiles a kernel for Hopper without a GPU; argument: short or long, for either way of pipelining, ordered for the
+kernel with an order, loaded for that over consecutive blocks."""
 
 
 @pytest.mark.parametrize(
@@ -47,6 +54,8 @@ print(triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "launch
     [
         # Per half: scores of the first step, values of the last, and both products in steps without and with a mask.
         ("long", [1, 1, 2, 2], 3),
+        ("ordered", [1, 1, 2, 2], 3),
+        ("loaded", [1, 1, 2, 2], 3),
         # Per half: scores of the first step, and both products of other steps. In the last step of a tile, results are
         # waited for and stored before the scores.
         ("short", [0, 1, 2, 2], 2),
@@ -161,6 +170,77 @@ def test_kernel_is_correct_in_many_turns_repeatedly(keys: int) -> None:
             config=config_for(128, keys),
             dtype=torch.bfloat16,
         )
+
+
+CONSECUTIVE = pytest.mark.parametrize("consecutive", [False, True])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("page", "dtype"), [(8, torch.float16), (256, torch.bfloat16)])
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (4, 128), (7, 64), (128, 128)])
+@CONSECUTIVE
+def test_kernel_is_correct_at_tile_edges_in_order(
+    group: int, dim: int, page: int, dtype: torch.dtype, consecutive: bool
+) -> None:
+    config = config_for(dim, 10_000)
+    lengths = (*PERSISTENT_EDGES, (128, 128), (1, 255), (500, 12))
+    check(
+        lengths,
+        heads=(2 * group, 2),
+        dim=dim,
+        config=config,
+        dtype=dtype,
+        block_size=page,
+        value_scale=0.37,
+        ordered=True,
+        consecutive=consecutive,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@CONSECUTIVE
+def test_kernel_handles_soft_caps_and_sinks_in_order(consecutive: bool) -> None:
+    check(
+        PERSISTENT_EDGES,
+        heads=(8, 2),
+        dim=128,
+        config=config_for(128, 10_000),
+        dtype=torch.bfloat16,
+        softcap=1.5,
+        has_sinks=True,
+        ordered=True,
+        consecutive=consecutive,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("heads", [(16, 8), (12, 3)])
+@CONSECUTIVE
+def test_kernel_is_correct_in_many_turns_in_order(heads: tuple[int, int], consecutive: bool) -> None:
+    lengths = ((0, 1500), (700, 1000), (5, 1), (3000, 200), (0, 129))
+    config = config_for(128, 10_000)
+    for _ in range(3):
+        check(
+            lengths,
+            heads=heads,
+            dim=128,
+            config=config,
+            dtype=torch.bfloat16,
+            ordered=True,
+            consecutive=consecutive,
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("keys", "window"), [(1, None), (10_000, 100)])
+def test_order_is_ignored_with_windows_and_for_short_prompts(keys: int, window: int | None) -> None:
+    lengths = ((0, 300), (200, 70))
+    config = config_for(128, keys)
+    check(lengths, heads=(8, 2), dim=128, config=config, dtype=torch.bfloat16, window=window, ordered=True)
 
 
 @pytest.mark.gpu

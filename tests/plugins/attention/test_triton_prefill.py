@@ -146,6 +146,27 @@ def test_launch_is_chosen_by_the_keys_in_the_window(windows: tuple[int | None, .
     assert part.config.across_tiles is short
 
 
+@pytest.mark.parametrize("kv_dtype", ["float16", FLOAT8])
+@pytest.mark.parametrize(("windows", "ordered"), [((None,), True), ((100, None), True), ((100,), False)])
+def test_order_is_planned_for_long_prompts_without_a_window(
+    kv_dtype: str, windows: tuple[int | None, ...], ordered: bool
+) -> None:
+    sizes: Any = {"head_dim": 64, "kv_dtype": kv_dtype, "max_len": 1024, "num_layers": len(windows)}
+    spec = attrs.evolve(SPEC, sliding_windows=windows, **sizes)
+    long = persistent_config(64, PrefillWork(longest=900, keys=10_000, tiles=1))
+    [part] = plan(((0, 900),), spec=spec, config=None if kv_dtype == "float16" else long, _persistent=True)
+    assert (part.widened is None) is (kv_dtype == "float16")
+    assert (part.order is not None) is ordered
+
+
+def test_order_is_not_planned_where_the_gpus_cache_holds_all_keys_and_values() -> None:
+    spec = attrs.evolve(SPEC, head_dim=64, kv_dtype="float16", max_len=1024)
+    size = 2 * 900 * 2 * 64 * 2
+    for held, cache in ((True, size), (False, size - 1)):
+        [part] = plan(((0, 900),), spec=spec, config=None, _persistent=True, _cache_bytes=cache)
+        assert (part.order is None) is held
+
+
 def test_float8_prefill_plans_tiles_of_keys_for_sequences_with_many_new_tokens() -> None:
     tiled, direct = plan(((40, 1), (20, 8), (33, 7), (0, 130)), float8=True)
     assert isinstance(tiled, Float8Part)
@@ -191,15 +212,16 @@ def test_float8_prefill_gathers_twice_as_many_blocks_into_the_same_memory() -> N
 @pytest.mark.parametrize("windows", [(None,), (300,)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", [(8, 2), (36, 36)], ids=["few items", "in order"])
 def test_long_prompts_over_a_float8_cache_equal_dense_attention(
-    dim: int, dtype: str, windows: tuple[int | None, ...]
+    heads: tuple[int, int], dim: int, dtype: str, windows: tuple[int | None, ...]
 ) -> None:
     suite = type("Suite", (AttentionConformance,), {"backend": TritonAttention, "dtype": dtype, "device": "cuda"})()
     spec = suite.spec(
         kv_dtype=FLOAT8,
         num_layers=1,
-        num_heads=8,
-        num_kv_heads=2,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
         head_dim=dim,
         scale=dim**-0.5,
         max_len=2048,

@@ -26,10 +26,11 @@ from engine.plugins.quant import (
 )
 from engine.plugins.quant.fp8 import Fp8
 from engine.plugins.quant.int8 import Int8
-from engine.plugins.quant.w8_gpu import W8A16_MAX_ROWS, DequantizeEachCallKernel, W8GpuKernel
+from engine.plugins.quant.w8_gpu import DequantizeEachCallKernel, W8GpuKernel
 from engine.plugins.quant.w8_kernel import W8Format
 from engine.testing.checkpoints import make_checkpoint
 from engine.testing.ranks import LoneRank
+from tests.plugins.quant.conftest import w8a16_up_to
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = "bfloat16" if DEVICE.type == "cuda" else "float16"  # of which the interpreter can multiply matrices
@@ -96,7 +97,7 @@ def randn(*shape: Any) -> Any:
 def test_input_quantization_is_fused_for_many_rows(
     static: bool, ranks: int, launched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 2)
+    w8a16_up_to(2, monkeypatch)
     norm, gate_up, down = make_mlp(group=None if ranks == 1 else LoneRank(1, ranks))
     if static:
         for layer in (gate_up, down):
@@ -131,7 +132,7 @@ def test_gating_is_fused_into_the_product_for_many_rows(
         tile = w8a8_matmul.MEDIUM_TILES[0]
         return act_and_mul(scaled_matmul.matmul(*codes, tile, Workspace(DEVICE)), activation)
 
-    monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 2)
+    w8a16_up_to(2, monkeypatch)
     monkeypatch.setattr(w8a8_matmul, "MAX_ROWS_SEPARATE", 4)
     monkeypatch.setattr(w8a8_matmul, "gated_matmul", gated_matmul)
     norm, gate_up, down = make_mlp(activation=activation)
@@ -191,7 +192,7 @@ def test_captured_in_a_graph(method: Any, hidden: int, intermediate: int) -> Non
 
 
 def test_plain_layers_do_not_fuse_input_quantization(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 2)
+    w8a16_up_to(2, monkeypatch)
     norm, gate_up, _ = make_mlp(fused=False)
     x = randn(3, HIDDEN)
     assert torch.equal(norm.quantized_for(gate_up, x)[0], norm(x)[0])
@@ -215,14 +216,13 @@ def test_which_kernels_fuse_input_quantization(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(w8_gpu, "has_tensor_cores_for", lambda device, dtype: True)
     for one in (kernel(), kernel(codes="int8"), kernel(activations="static"), kernel(granularity="block")):
-        assert [
-            one.fused_input_quantization().supports_rows(rows) for rows in (0, W8A16_MAX_ROWS, W8A16_MAX_ROWS + 1)
-        ] == [
+        most = one.w8a16_max_rows
+        assert [one.fused_input_quantization().supports_rows(rows) for rows in (0, most, most + 1)] == [
             False,
             False,
             True,
         ]
-        assert [one.fuses_gating(rows) for rows in (0, W8A16_MAX_ROWS, W8A16_MAX_ROWS + 1)] == [True, True, False]
+        assert [one.fuses_gating(rows) for rows in (0, most, most + 1)] == [True, True, False]
     tensors = [
         {"activations": "none"},
         {"dtype": "float32"},
@@ -234,7 +234,7 @@ def test_which_kernels_fuse_input_quantization(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_activations_of_another_kernel_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 2)
+    w8a16_up_to(2, monkeypatch)
     _, _, down = make_mlp()
 
     class Other(QuantizedActivation):
@@ -248,7 +248,7 @@ def test_a_model_generates_the_same_with_and_without_fusion(
     tmp_path: Path, launched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole engines, with and without fused input quantization."""
-    monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 4)
+    w8a16_up_to(4, monkeypatch)
     path = make_checkpoint(tmp_path / "model", "qwen3", tokenizer=True, num_hidden_layers=2)
     settings = {"model__dtype": HALF, "cache__memory": "4MiB", "attention": "torch", "executor__kernels": "fused"}
     settings |= {"executor__graphs": "off", "executor__kernel_cache": str(tmp_path / "kernels"), "model__max_len": 32}

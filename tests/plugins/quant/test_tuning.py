@@ -28,7 +28,12 @@ from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.plugins.quant import w8a8_matmul
 from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel, WeightOnlyMatmuls
-from engine.plugins.quant.w8_gpu import W8A16_MAX_ROWS, DequantizeEachCallKernel, W8GpuKernel
+from engine.plugins.quant.w8_gpu import (
+    W8A16_MAX_ROWS,
+    W8A16_MAX_ROWS_WGMMA,
+    DequantizeEachCallKernel,
+    W8GpuKernel,
+)
 from engine.plugins.quant.w8_kernel import W8Format
 from engine.plugins.quant.w8a8_matmul import ROW_CLASSES, W8A8Matmul, has_tensor_cores_for
 from engine.plugins.quant.w8a8_tuning import W8A8Op
@@ -94,9 +99,8 @@ def test_the_number_of_rows_alone_decides_between_w8a16_and_w8a8(multiplier: Any
         if activations == "static":
             weights["input_scale"] = torch.ones(1, device=DEVICE)
         few, many = described(kernel, weights)
-        assert few == (FEW, (16, 32))
+        assert few == (FEW, () if has_wgmma(DEVICE) else (16, 32))
         assert many == (f"{MANY} with {words}", ROW_CLASSES)
-        assert few[1][-1] == W8A16_MAX_ROWS < ROW_CLASSES[0]
     kernel = w8_kernel(multiplier, "none")
     assert described(kernel, prepared(kernel)) == [(FEW, MEASURED_CLASSES)]
     kernel = w8_kernel(multiplier, "token", kind="fp8", granularity="block")
@@ -107,6 +111,19 @@ def test_the_number_of_rows_alone_decides_between_w8a16_and_w8a8(multiplier: Any
         f"w8a8 64x256 float8_e4m3fn, {HALF} with a scale per 128 inputs and blocks of 32 outputs",
         ROW_CLASSES,
     )
+
+
+def test_fewer_rows_are_w8a8_where_it_has_persistent_tiles(multiplier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with scales of blocks, and not on GPUs without wgmma, where that has not been measured."""
+    for wgmma in (True, False):
+        monkeypatch.setattr(w8a8_matmul, "has_wgmma", lambda device, wgmma=wgmma: wgmma)
+        for granularity in ("channel", "block"):
+            kernel = w8_kernel(multiplier, "token", kind="fp8", granularity=granularity)
+            most = W8A16_MAX_ROWS_WGMMA if wgmma and granularity == "channel" else W8A16_MAX_ROWS
+            assert [kernel._is_w8a8(rows) for rows in (1, most, most + 1, 4096)] == [False, False, True, True]
+            few, many = kernel.autotuned_calls(prepared(kernel), None)
+            assert tuple(few.op.row_classes) == tuple(rows for rows in MEASURED_CLASSES if rows <= most)
+            assert many.op.row_classes[0] > most
 
 
 def test_layers_with_one_implementation_are_not_autotuned(multiplier: Any) -> None:
@@ -190,6 +207,31 @@ def test_w8a8_candidates_are_few_and_begin_with_the_default(
         assert (None in found) == has_scaled_mm
     other = W8A8Matmul(workspace, torch.int8, outputs, 4096, torch.bfloat16)
     assert not other.has_scaled_mm
+
+
+@pytest.mark.parametrize(
+    ("outputs", "tile_outputs"),
+    [(5120, 128), (4352, 128), (5632, 128), (2560, 64), (4096, None), (6144, None), (1024, None)],
+)
+def test_rows_that_fill_three_tiles_have_a_tile_of_one_wave(
+    outputs: int, tile_outputs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was chosen for 256 rows, and where persistent tiles can be used only."""
+    monkeypatch.setattr(w8a8_matmul, "num_sms", lambda device: 132)
+    for wgmma in (True, False):
+        monkeypatch.setattr(w8a8_matmul, "has_wgmma", lambda device, wgmma=wgmma: wgmma)
+        codes = W8A8Matmul(Workspace(torch.device("cpu")), torch.int8, outputs, 4096, torch.bfloat16)
+        chosen = w8a8_matmul.LARGE_TILE
+        for rows in (128, 256):
+            codes.choose(rows, chosen)
+        assert [codes.tile(rows) for rows in (128, 193, 256)] == [chosen] * 3
+        for rows in (129, 150, 192):
+            tile = codes.tile(rows)
+            if wgmma and tile_outputs is not None:
+                assert (tile.rows, tile.outputs, tile.persistent) == (64, tile_outputs, True)
+                assert tile.programs(rows, outputs) <= 132 < tile.programs(256, outputs)
+            else:
+                assert tile == chosen
 
 
 @pytest.mark.parametrize("shared", [99 * 1024, 227 * 1024])

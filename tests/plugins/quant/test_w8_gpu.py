@@ -14,12 +14,13 @@ from engine.core.quant.base import LinearPart, LinearSpec
 from engine.ops.gemm import weight_only_tiles
 from engine.ops.gemm.packed_layout import W8Layout
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
-from engine.plugins.quant import w8_gpu, w8a8_matmul
+from engine.plugins.quant import w8a8_matmul
 from engine.plugins.quant.fp8 import Fp8, Fp8Options
 from engine.plugins.quant.int8 import Int8
 from engine.plugins.quant.w8_gpu import DequantizeEachCallKernel, W8GpuKernel
 from engine.plugins.quant.w8_kernel import W8Format
 from engine.plugins.quant.w8a8_matmul import ROW_CLASSES, has_capability
+from tests.plugins.quant.conftest import w8a16_up_to
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = "bfloat16" if DEVICE.type == "cuda" else "float16"  # of which the interpreter can multiply matrices
@@ -106,7 +107,7 @@ def test_all_numbers_of_rows_equal_float64(
     kind: Any, granularity: Any, activations: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W8A16, W8A8, and dequantized weights."""
-    monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 16)
+    w8a16_up_to(16, monkeypatch)
     monkeypatch.setattr(weight_only_tiles, "WEIGHT_ONLY_MAX_ROWS", 20)
     case = Case(make(kind, granularity, activations))
     for rows in (1, 9, 17, 41):
@@ -117,7 +118,7 @@ def test_all_numbers_of_rows_equal_float64(
 def test_inputs_that_are_no_multiple_of_16(
     kind: Any, granularity: Any, activations: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 4)
+    w8a16_up_to(4, monkeypatch)
     case = Case(make(kind, granularity, activations, parts=(("gate", 10), ("up", 10)), inputs=150))
     for rows in (2, 5, 20):
         case.check(rows)
@@ -136,7 +137,7 @@ def test_weights_are_dequantized_each_call_without_float8() -> None:
 
 
 def test_static_activations_are_clamped_to_their_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 0)
+    w8a16_up_to(0, monkeypatch)
     for kind, most in (("fp8", 448.0), ("int8", 127.0)):
         case = Case(make(kind, "channel", "token"))
         case.weights["input_scale"] = torch.tensor([1 / 64], device=DEVICE)
