@@ -38,7 +38,7 @@ element of a wgmma result also holds the element this many rows further on, so t
 
 
 @gluon.jit
-def _place(unit, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def place_of_unit(unit, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """A unit's block of inputs, first row of x and first row of W."""
     rows, weight_rows, blocks = sizes
     begin_m, begin_n = place_of_tile(unit // blocks, rows, weight_rows, BLOCK_M, BLOCK_N)
@@ -115,10 +115,10 @@ def _begin_loads(
     """Start loading all stages but the last. Returns the unit whose last step is to be loaded next."""
     AHEAD: gl.constexpr = STAGES // STEPS
     _, weight_rows, blocks = sizes
-    units = _units(sizes, BLOCK_M, BLOCK_N)
+    units = units_of(sizes, BLOCK_M, BLOCK_N)
     loading = unit
     for number in gl.static_range(AHEAD):  # weights, which no earlier kernel writes
-        place = _place(loading, sizes, BLOCK_M, BLOCK_N)
+        place = place_of_unit(loading, sizes, BLOCK_M, BLOCK_N)
         for step in gl.static_range(STEPS):
             stage = number * STEPS + step
             if stage < STAGES - 1:
@@ -129,7 +129,7 @@ def _begin_loads(
     wait(PDL)
     loading = unit
     for number in gl.static_range(AHEAD):
-        place = _place(loading, sizes, BLOCK_M, BLOCK_N)
+        place = place_of_unit(loading, sizes, BLOCK_M, BLOCK_N)
         for step in gl.static_range(STEPS):
             if number * STEPS + step < STAGES - 1:
                 _load_x(sources, buffers, number * STEPS + step, place, loading < units, step, STEPS)
@@ -139,20 +139,20 @@ def _begin_loads(
 
 
 @gluon.jit
-def _units(sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def units_of(sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """Units of all tiles."""
     rows, weight_rows, blocks = sizes
     return gl.cdiv(rows, BLOCK_M) * gl.cdiv(weight_rows, BLOCK_N) * blocks
 
 
 @gluon.jit
-def _half_of(entry, HIGH: gl.constexpr, DTYPE: gl.constexpr):
+def half_of(entry, HIGH: gl.constexpr, DTYPE: gl.constexpr):
     """The low or high 16 bits of int32 entries, as DTYPE."""
     return (entry >> (16 * HIGH)).to(gl.int16).to(DTYPE, bitcast=True)
 
 
 @gluon.jit
-def _load_entries(scales, block, row, weight_rows, ENTRIES: gl.constexpr):
+def load_entries(scales, block, row, weight_rows, ENTRIES: gl.constexpr):
     """The entries of a block's scales for rows of W."""
     place = scales + block * (ENTRIES * weight_rows) + row
     entries = (gl.load(place),)
@@ -163,7 +163,7 @@ def _load_entries(scales, block, row, weight_rows, ENTRIES: gl.constexpr):
 
 
 @gluon.jit
-def _spread(values, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+def spread(values, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
     """One number per row -> a tile of them."""
     zeros = gl.zeros(SHAPE, gl.int16, LAYOUT)
     return (gl.expand_dims(values.to(gl.int16, bitcast=True), 1) | zeros).to(values.dtype, bitcast=True)
@@ -186,7 +186,7 @@ def _unpack(words, scale, offset, FIELD: gl.constexpr):
 
 
 @gluon.jit
-def _weights(
+def weights_of_field(
     words,
     entries,
     FIELD: gl.constexpr,
@@ -200,16 +200,16 @@ def _weights(
     GROUP: gl.constexpr = FIELD * GROUPS // FIELDS
     LAYOUT: gl.constexpr = words.type.layout
     if ZERO_POINTS:
-        scale = _half_of(entries[GROUP], 0, SCALE_DTYPE)
-        offset = _spread(_half_of(entries[GROUP], 1, DTYPE), words.shape, LAYOUT)
+        scale = half_of(entries[GROUP], 0, SCALE_DTYPE)
+        offset = spread(half_of(entries[GROUP], 1, DTYPE), words.shape, LAYOUT)
     else:
-        scale = _half_of(entries[GROUP // 2], GROUP % 2, SCALE_DTYPE)
+        scale = half_of(entries[GROUP // 2], GROUP % 2, SCALE_DTYPE)
         offset = gl.full(words.shape, -(POWER + 8), DTYPE, LAYOUT)
-    return _unpack(words, _spread(scale.to(DTYPE), words.shape, LAYOUT), offset, FIELD)
+    return _unpack(words, spread(scale.to(DTYPE), words.shape, LAYOUT), offset, FIELD)
 
 
 @gluon.jit
-def _row_of(begin_n, lane, weight_rows, EPILOGUE: gl.constexpr):
+def row_of_lane(begin_n, lane, weight_rows, EPILOGUE: gl.constexpr):
     """The row of W of each row `lane` of a tile. Gated: runs of gate and up rows alternate."""
     if EPILOGUE >= GATED:
         outputs = weight_rows // 2
@@ -288,36 +288,36 @@ def matmul_kernel(
     sources = (x, packed)
     buffers = (x_stages, word_stages, filled)
     sizes = (rows, weight_rows, blocks)
-    units = _units(sizes, BLOCK_M, BLOCK_N)
+    units = units_of(sizes, BLOCK_M, BLOCK_N)
     shared_units = shared_units_of(units // blocks, blocks)
     range_end = begin_of(gl.program_id(0) + 1, shared_units)
     unit = first_unit(shared_units, blocks)
     loading = _begin_loads(sources, buffers, unit, sizes, shared_units, BLOCK_M, BLOCK_N, STEPS, STAGES, EPILOGUE, PDL)
-    load_place = _place(loading, sizes, BLOCK_M, BLOCK_N)
+    load_place = place_of_unit(loading, sizes, BLOCK_M, BLOCK_N)
     load_words = WORD_STAGES - 2
     stage = 0
     phase = 0
     word_stage = 0
     lane = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LEFT))
     while unit < units:
-        first, begin_m, begin_n = _place(unit, sizes, BLOCK_M, BLOCK_N)
+        first, begin_m, begin_n = place_of_unit(unit, sizes, BLOCK_M, BLOCK_N)
         tile_end = unit - first + blocks
         end = blocks
         if unit < range_end:
             end -= gl.maximum(tile_end - range_end, 0)
-        row = _row_of(begin_n, lane, weight_rows, EPILOGUE)
+        row = row_of_lane(begin_n, lane, weight_rows, EPILOGUE)
         row_bias = gl.load(bias + row) if BIAS else row
-        entries = _load_entries(scales, first, row, weight_rows, ENTRIES)
+        entries = load_entries(scales, first, row, weight_rows, ENTRIES)
         total = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, MMA)
         for block in range(first, end):
             current = entries
-            entries = _load_entries(scales, gl.minimum(block + 1, blocks - 1), row, weight_rows, ENTRIES)
+            entries = load_entries(scales, gl.minimum(block + 1, blocks - 1), row, weight_rows, ENTRIES)
             for step in gl.static_range(STEPS):
                 mbarrier.wait(filled.index(stage), phase)
                 if step == 0:
                     words = word_stages.index(word_stage).load(LEFT)
                 for number in gl.static_range(WIDTH):
-                    weight = _weights(
+                    weight = weights_of_field(
                         words, current, step * WIDTH + number, GROUPS, SCALE_DTYPE, DTYPE, POWER, ZERO_POINTS
                     )
                     right = x_stages.index(stage * WIDTH + number).permute((1, 0))
@@ -339,7 +339,7 @@ def matmul_kernel(
                 )
                 if step == 0:  # that was the last step of its unit
                     loading = unit_after(loading, shared_units, blocks)
-                    load_place = _place(loading, sizes, BLOCK_M, BLOCK_N)
+                    load_place = place_of_unit(loading, sizes, BLOCK_M, BLOCK_N)
                     load_words = gl.where(load_words == WORD_STAGES - 1, 0, load_words + 1)
                 stage += 1
                 if stage == STAGES:
@@ -348,10 +348,10 @@ def matmul_kernel(
             word_stage = gl.where(word_stage == WORD_STAGES - 1, 0, word_stage + 1)
         total = warpgroup_mma_wait(0, deps=[total])
         if first > 0:
-            write_partial(total, partials, arrivals)
+            write_partial((total,), partials, arrivals)
         else:
             if end < blocks:
-                total = add_partials(total, partials, arrivals, tile_end, shared_units)
+                total = add_partials((total,), partials, arrivals, tile_end, shared_units)[0]
             begin_output = begin_n // 2 if EPILOGUE >= GATED else begin_n
             _store(out, result, total, row_bias, begin_m, begin_output, EPILOGUE, BIAS)
         unit = unit_after(tile_end - blocks + end - 1, shared_units, blocks)

@@ -1,4 +1,4 @@
-"""Launches of the persistent W4A16 kernel."""
+"""Launches of the persistent W4A16 kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engine.ops.common.launch import dependent_launch, has_wgmma, num_sms
-from engine.ops.gemm.persistent_w4a16 import RUN, matmul_kernel
+from engine.ops.gemm import persistent_w4a16, specialized_w4a16
+from engine.ops.gemm.persistent_w4a16 import RUN
 from engine.ops.gemm.skinny import PLAIN
 from engine.ops.gemm.skinny_launch import gated_epilogue
+from engine.ops.gemm.specialized_w4a16 import PART
 from engine.ops.gemm.weight_only_tiles import PersistentTile
 
 if TYPE_CHECKING:
@@ -41,16 +43,25 @@ def _swizzled(rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
-def _describe_words(packed: torch.Tensor, tile: PersistentTile, *, gated: bool) -> TensorDescriptor:
-    """Descriptor of the words of a tile and block. Gated: of runs of gate and up rows in turn."""
+def _describe_words(packed: torch.Tensor, *, gated: bool) -> TensorDescriptor:
+    """Descriptor of the words of a part of a tile, and a block. Gated: of runs of gate and up rows in turn."""
     blocks, weight_rows, span = packed.shape
     if not gated:
-        return TensorDescriptor(packed, [blocks * weight_rows, span], [span, 1], [tile.rows, span], _swizzled(2))
+        return TensorDescriptor(packed, [blocks * weight_rows, span], [span, 1], [PART.value, span], _swizzled(2))
     run = RUN.value
     half = weight_rows // 2
     shape = [blocks, half // run, 2, run, span]
     strides = [weight_rows * span, run * span, half * span, span, 1]
-    return TensorDescriptor(packed, shape, strides, [1, tile.rows // (2 * run), 2, run, span], _swizzled(5))
+    return TensorDescriptor(packed, shape, strides, [1, PART.value // (2 * run), 2, run, span], _swizzled(5))
+
+
+def _constants_of(tile: PersistentTile) -> dict[str, int]:
+    """The constants of a tile's kernel."""
+    constants = {"STEPS": tile.steps, "STAGES": tile.stages}
+    if not tile.is_specialized:
+        return constants | {"BLOCK_N": tile.rows}
+    parts = tile.rows // PART.value
+    return constants | {"PARTS": parts, "SLOTS": tile.slots, "PENDING": tile.pending, "SPLITS": tile.splits}
 
 
 def launch(
@@ -60,6 +71,7 @@ def launch(
     bias: torch.Tensor | None,
     tile: PersistentTile,
     workspace: StreamKWorkspace,
+    polled_sums: torch.Tensor,
     *,
     gated: bool = False,
     activation: str = "silu",
@@ -68,25 +80,27 @@ def launch(
     """Write x W^T + bias, or act(gate) * up of it, to `out`, [rows, outputs], of x's dtype.
 
     x: [rows, inputs], at least one row; matrix: as PersistentTile.supports says. Both contiguous, from a multiple of 16
-    bytes on. compile_only: compile without a launch, as the active triton.AsyncCompileMode says.
+    bytes on. polled_sums: see split_k_exchange.py, MAX_POLLED_SUMS words. compile_only: compile without a launch, as
+    the active triton.AsyncCompileMode says.
     """
     blocks, weight_rows, span = matrix.packed.shape
+    outputs = PART.value // 2 if gated else PART.value
+    is_split = tile.splits > 1
+    kernel = specialized_w4a16.matmul_kernel if tile.is_specialized else persistent_w4a16.matmul_kernel
     arguments = (
-        TensorDescriptor.from_tensor(out, [tile.columns, tile.rows // 2 if gated else tile.rows], _swizzled(2)),
+        out if is_split else TensorDescriptor.from_tensor(out, [tile.columns, outputs], _swizzled(2)),
         TensorDescriptor.from_tensor(x, [tile.columns, span], _swizzled(2)),
-        _describe_words(matrix.packed, tile, gated=gated),
+        _describe_words(matrix.packed, gated=gated),
         matrix.scales.view(torch.int32),
         x if bias is None else bias,
-        workspace.partials,
+        polled_sums if is_split else workspace.partials,
         workspace.arrivals,
         x.shape[0],
         weight_rows,
         blocks,
     )
     constants = {
-        "BLOCK_N": tile.rows,
-        "STEPS": tile.steps,
-        "STAGES": tile.stages,
+        **_constants_of(tile),
         "GROUPS": matrix.layout.groups,
         "SCALE_DTYPE": gl.float16 if matrix.scales.dtype == torch.float16 else gl.bfloat16,
         "POWER": matrix.layout.power(x.dtype),
@@ -97,7 +111,9 @@ def launch(
         **dependent_launch(x.device),
     }
     if compile_only:
-        matmul_kernel.warmup(*arguments, grid=(1,), **constants)
+        kernel.warmup(*arguments, grid=(1,), **constants)
     else:
-        programs = tile.programs(weight_rows, blocks, x.shape[0], num_sms(x.device))
-        matmul_kernel[(programs,)](*arguments, **constants)
+        sms = num_sms(x.device)
+        programs = tile.programs(weight_rows, blocks, x.shape[0], sms)
+        assert not is_split or tile.can_split(weight_rows, blocks, x.shape[0], sms), f"{tile} cannot run here"
+        kernel[(programs,)](*arguments, **constants)

@@ -23,8 +23,12 @@ def shared_units_of(tiles, units_per_tile):
 
 @gluon.jit
 def begin_of(program, shared_units):
-    """The first unit of a program's range, which ends where the next program's begins."""
-    return program * shared_units // gl.num_programs(0)
+    """The first unit of a program's range, which ends where the next program's begins.
+
+    With fewer units than programs, the first programs have one each: no program waits for one that has none.
+    """
+    sharing = gl.maximum(gl.minimum(gl.num_programs(0), shared_units), 1)
+    return gl.minimum(program, sharing) * shared_units // sharing
 
 
 @gluon.jit
@@ -51,26 +55,28 @@ def unit_after(unit, shared_units, units_per_tile):
     return gl.where(is_end_of_range, _first_whole(shared_units, units_per_tile), unit + other_tiles)
 
 
+SUMS_PER_LINE = gl.constexpr(128)
+"""Sums that a warp reads or writes side by side, 4 per thread."""
+
+
 @gluon.jit
-def _by_thread(total):
+def by_thread(total):
     """Sums of wgmma, [rows, columns], with 4 of a thread side by side: [rows * columns / 128, 128]."""
     ROWS: gl.constexpr = total.shape[0]
     COLUMNS: gl.constexpr = total.shape[1]
     parts = total.reshape((ROWS // 16, 2, 8, COLUMNS // 8, 4, 2)).permute((0, 3, 2, 4, 1, 5))
-    return parts.reshape((ROWS * COLUMNS // 128, 128))
+    return parts.reshape((ROWS * COLUMNS // SUMS_PER_LINE, SUMS_PER_LINE))
 
 
 @gluon.jit
-def _by_place(sums, LIKE: gl.constexpr):
-    """The inverse of `_by_thread`. LIKE: the result's type."""
-    ROWS: gl.constexpr = LIKE.shape[0]
-    COLUMNS: gl.constexpr = LIKE.shape[1]
+def to_rows(sums, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """The inverse of `by_thread`, in another layout. A thread's sums are of 2 columns in rows that are 8 apart."""
     parts = sums.reshape((ROWS // 16, COLUMNS // 8, 8, 4, 2, 2)).permute((0, 4, 2, 1, 3, 5))
-    return gl.convert_layout(parts.reshape((ROWS, COLUMNS)), LIKE.layout)
+    return parts.reshape((ROWS, COLUMNS))
 
 
 @gluon.jit
-def _offsets(sums):
+def offsets(sums):
     """0, 1, ... in the shape and layout of `sums`."""
     LAYOUT: gl.constexpr = sums.type.layout
     row = gl.arange(0, sums.shape[0], gl.SliceLayout(1, LAYOUT))
@@ -79,30 +85,47 @@ def _offsets(sums):
 
 
 @gluon.jit
-def write_partial(total, partials, arrivals):
+def write_partial(totals, partials, arrivals):
     """Write this program's sums of a tile that another program began.
 
-    total: [rows, columns] float32. partials: [programs, rows * columns] float32. arrivals: [programs] int32, 1 where
-    sums are written and not yet read.
+    totals: the parts of the tile, each [rows, columns] float32. partials: [programs, parts, rows * columns] float32.
+    arrivals: [programs] int32, 1 where sums are written and not yet read.
     """
-    SIZE: gl.constexpr = total.shape[0] * total.shape[1]
-    place = gl.program_id(0)
-    sums = _by_thread(total)
-    gl.store(partials + place * SIZE + _offsets(sums), sums)
+    SIZE: gl.constexpr = totals[0].shape[0] * totals[0].shape[1]
+    for part in gl.static_range(len(totals)):
+        sums = by_thread(totals[part])
+        gl.store(partials + (gl.program_id(0) * len(totals) + part) * SIZE + offsets(sums), sums)
     tl.debug_barrier()  # all threads' sums are written before the counter changes
-    gl.atomic_add(arrivals + place, 1, sem="release")
+    gl.atomic_add(arrivals + gl.program_id(0), 1, sem="release")
 
 
 @gluon.jit
-def add_partials(total, partials, arrivals, tile_end, shared_units):
+def _sum_of(total, partial):
+    """Sums of wgmma plus those at a place in memory."""
+    sums = by_thread(total)
+    sums += gl.load(partial + offsets(sums), cache_modifier=".cg")
+    return gl.convert_layout(to_rows(sums, total.shape[0], total.shape[1]), total.type.layout)
+
+
+@gluon.jit
+def _added(totals, partials, other):
+    """The sums of each part plus those of another program."""
+    SIZE: gl.constexpr = totals[0].shape[0] * totals[0].shape[1]
+    found = (_sum_of(totals[0], partials + other * len(totals) * SIZE),)
+    for part in gl.static_range(1, len(totals)):
+        # Triton knows no *several.
+        found = found + (_sum_of(totals[part], partials + (other * len(totals) + part) * SIZE),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def add_partials(totals, partials, arrivals, tile_end, shared_units):
     """Add the sums of the programs whose ranges follow, up to the tile's end. Other arguments as in `write_partial`."""
-    SIZE: gl.constexpr = total.shape[0] * total.shape[1]
-    sums = _by_thread(total)
     other = gl.program_id(0) + 1
     while begin_of(other, shared_units) < tile_end:
         while gl.atomic_add(arrivals + other, 0, sem="acquire") == 0:
             pass
-        sums += gl.load(partials + other * SIZE + _offsets(sums), cache_modifier=".cg")
+        totals = _added(totals, partials, other)
         gl.store(arrivals + other, 0)
         other += 1
-    return _by_place(sums, total.type)
+    return totals

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
 from attrs import evolve
 
 from engine.ops.gemm.weight_only_tiles import (
@@ -24,6 +27,16 @@ MEASURED_CLASSES = (16, 32, 64, 128, 256)
 little: the tiles that won alone made a step of Llama-3.1-8B in float8 take 3.39 ms instead of 2.90."""
 PERSISTENT_CLASSES = (512, 1024, 4096)
 """The ROW_CLASSES that are measured too where PersistentTiles can be used. More rows use the choice of the last."""
+PERSISTENT_SIZES: Mapping[int, Sequence[tuple[Literal[128, 256], Literal[32, 64, 128, 256]]]] = {
+    32: ((256, 32), (128, 32)),
+    64: ((256, 64), (128, 64)),
+    128: ((128, 128), (256, 128)),
+    256: ((128, 256), (128, 128)),
+}
+"""Row class -> (rows, columns) of PersistentTiles, the default first; of more rows, as the last."""
+PERSISTENT_SPLITS = (2, 4, 8)
+MAX_SPLIT_ROWS = 128
+"""Up to this many rows of x, PersistentTiles with splits are tried: with more, sums take too long to add."""
 SHAPES = {
     16: ((32, 2, 6), (64, 2, 4), (64, 2, 6), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 4, 6), (128, 8, 4)),
     32: ((32, 2, 4), (64, 2, 4), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4)),
@@ -58,14 +71,26 @@ def candidates(shape: WeightOnlyShape, rows: int, sms: int, shared: int, *, wgmm
 
     None: dequantize and multiply by cuBLAS. sms, shared, wgmma: as in `default_tile`.
     """
-    if not wgmma or not PersistentTile.supports(shape) or rows < PERSISTENT_ROWS[0]:
+    if not wgmma or not PersistentTile.supports(shape) or rows < min(PERSISTENT_SIZES):
         return [*_tensor_core_candidates(shape, rows, sms, shared)]
-    found: list[MeasuredTile] = [PersistentTile(columns=128), PersistentTile(columns=256)]
-    if rows > 128:
-        found.reverse()
+    found: list[MeasuredTile] = [*_persistent_candidates(shape, rows, sms)]
     if rows in PERSISTENT_CLASSES:
         return [found[0], None] if rows <= PERSISTENT_ROWS[1] else [None, found[0]]
-    return [*found, *_tensor_core_candidates(shape, rows, sms, shared)]
+    others = _tensor_core_candidates(shape, rows, sms, shared)
+    return [*found, *others] if rows >= PERSISTENT_ROWS[0] else [others[0], *found, *others[1:]]
+
+
+def _persistent_candidates(shape: WeightOnlyShape, rows: int, sms: int) -> Iterator[PersistentTile]:
+    """Tiles of the persistent kernel: without splits, and with the most that are possible."""
+    for tile_rows, columns in PERSISTENT_SIZES.get(rows, PERSISTENT_SIZES[max(PERSISTENT_SIZES)]):
+        tile = PersistentTile(rows=tile_rows, columns=columns)
+        yield tile
+        split = [
+            one
+            for one in (evolve(tile, splits=splits) for splits in PERSISTENT_SPLITS)
+            if rows <= MAX_SPLIT_ROWS and one.can_split(shape.weight_rows, shape.blocks, rows, sms)
+        ]
+        yield from split[-1:]
 
 
 def _tensor_core_candidates(shape: WeightOnlyShape, rows: int, sms: int, shared: int) -> list[WeightOnlyTile | None]:

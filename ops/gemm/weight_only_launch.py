@@ -131,8 +131,9 @@ class WeightOnlyMatmul:
             return out
         if isinstance(tile, PersistentTile):
             persistent_w4a16_launch.launch(
-                out, x, matrix, bias, tile, self._stream_k, gated=gated, activation=activation
-            )
+                out, x, matrix, bias, tile, self._stream_k, self.workspace.polled_sums, gated=gated,
+                activation=activation,
+            )  # fmt: skip
         else:
             kernel, arguments, constants = self._launch(out, x, matrix, bias, gated, tile, activation)
             kernel[tile.grid(matrix.rows, rows)](*arguments, **constants)
@@ -151,8 +152,9 @@ class WeightOnlyMatmul:
         if isinstance(tile, PersistentTile):
             out = x.new_empty((x.shape[0], _outputs(matrix, gated)))
             persistent_w4a16_launch.launch(
-                out, x, matrix, bias, tile, self._stream_k, gated=gated, activation=activation, compile_only=True
-            )
+                out, x, matrix, bias, tile, self._stream_k, self.workspace.polled_sums, gated=gated,
+                activation=activation, compile_only=True,
+            )  # fmt: skip
         else:
             kernel, arguments, constants = self._launch(x, x, matrix, bias, gated, tile, activation)
             kernel.warmup(*arguments, grid=(1,), **constants)
