@@ -1,5 +1,5 @@
-"""The rehearsal: prompt steps and a decode step through a started executor, before the first request; on a GPU also a
-short prompt and a full step."""
+"""The rehearsal: prompt steps and a decode step through a started executor, before the first request; on a GPU also
+short prompts and a full step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.core.errors import CheckpointError, ExecutorError, StepFaultError
 from engine.core.executors.base import Executor, Health
 from engine.core.plugin_host.faults import PluginCall, expect, name_fault, shown
 from engine.core.schedulers.block_kinds import longest_context, num_indices
-from engine.core.schedulers.prompt_step import SEQUENCE, SHORT_PROMPT, STEP, chunked_prompt_steps, prompt_step
+from engine.core.schedulers.prompt_step import SEQUENCE, SHORT_PROMPTS, STEP, chunked_prompt_steps, prompt_step
 from engine.core.types import NO_TOKEN, CacheInfo, Step, StepResult
 
 
@@ -32,7 +32,7 @@ def rehearse(
     what remains are keys and values in blocks that are free.
 
     owner: how errors name the executor's plugin. not_built_in: Parts.not_built_in. max_tokens: of a step. full: also
-    run a short prompt, whose attention may have another kernel, and a step of as many tokens as a step may have. A
+    run short prompts, whose attention may have other kernels, and a step of as many tokens as a step may have. A
     GPU's allocator then holds the memory that the first burst of requests needs; to allocate it takes tens of
     milliseconds. propose: Step.propose of the steps that sample.
     Raises CheckpointError, ExecutorError or PluginFaultError for an error that the first request would have met.
@@ -54,9 +54,10 @@ def rehearse(
             calls.expect_no_token(result)
     finished = [SEQUENCE]
     lengths = _full_lengths(cache, max_tokens, max_len, max_running - 1) if full else []
-    batches = [lengths] if lengths else []
-    if 0 < len(lengths) < max_running - 1:
-        batches.insert(0, [min(SHORT_PROMPT, lengths[0])])
+    batches: list[list[int]] = []
+    if lengths:
+        short = dict.fromkeys(min(tokens, lengths[0]) for tokens in SHORT_PROMPTS)
+        batches = [*([tokens] for tokens in list(short)[: max_running - 1 - len(lengths)]), lengths]
     for prompts in batches:
         # These prompts reuse the blocks of the sequences before.
         step = prompt_step(prompts, cache.kinds, cache.block_size, first=finished[-1] + 1)

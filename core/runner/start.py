@@ -61,7 +61,7 @@ from engine.core.runner.trial_step import TrialResult, TrialStep, full_step
 from engine.core.runner.warm_up import MAX_KERNEL_ROWS, warm_up_sampling, warm_up_verification
 from engine.core.sampling.sampler import Sampler
 from engine.core.sampling.token_counts import TokenCounts
-from engine.core.schedulers.prompt_step import SEQUENCE, SHORT_PROMPT, chunked_prompt_steps, prompt_step
+from engine.core.schedulers.prompt_step import SEQUENCE, SHORT_PROMPTS, chunked_prompt_steps, prompt_step
 from engine.core.startup import Phases
 from engine.core.types import CacheInfo
 from engine.core.weights.checkpoint import Checkpoint
@@ -292,8 +292,9 @@ class RunnerStart:
         kinds, block_size = self.layout.kinds, self._spec.block_size
         for step in chunked_prompt_steps(block_size, kinds, block_size):
             launcher.launch(step)
-        short = prompt_step([min(SHORT_PROMPT, self._spec.max_len, tokens)], kinds, block_size, first=SEQUENCE + 1)
-        launcher.launch(evolve(short, finished=(SEQUENCE,)))
+        for last, short in enumerate(SHORT_PROMPTS, SEQUENCE):
+            step = prompt_step([min(short, self._spec.max_len, tokens)], kinds, block_size, first=last + 1)
+            launcher.launch(evolve(step, finished=(last,)))
 
     def _plan_memory(self, free: int, weights: int, activations: int, kernels: int) -> MemoryPlan:
         return plan_memory(

@@ -11,8 +11,8 @@ STEP = 0
 """Number of the steps before the first request; the scheduler's begin with 1."""
 SEQUENCE = 0
 """Number of the first sequence of these steps; the scheduler's begin with 1."""
-SHORT_PROMPT = 128
-"""Tokens of a prompt that is neither few tokens nor a full step: attention backends may have another kernel for it."""
+SHORT_PROMPTS = (128, 512)
+"""Tokens of prompts that are neither few tokens nor a full step: attention backends may have other kernels for them."""
 
 
 def prompt_step(lengths: Iterable[int], kinds: Sequence[BlockKind], block_size: int, *, first: int = 0) -> Step:

@@ -141,17 +141,22 @@ def test_full_step_has_all_tokens_when_all_layers_keep_a_state() -> None:
     assert [chunk.count for chunk in executor.steps[-2].chunks] == [24, 16]
 
 
-@pytest.mark.parametrize(("max_len", "tokens"), [(24, 24), (500, 128)])
-def test_a_short_prompt_precedes_the_full_step(max_len: int, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("max_len", "max_running", "short"),
+    [(24, 4, [24]), (500, 5, [128, 500]), (700, 5, [128, 512]), (700, 4, [128]), (700, 3, [])],
+)
+def test_short_prompts_precede_the_full_step(max_len: int, max_running: int, short: list[int]) -> None:
     sizes = dict.fromkeys(("weights_bytes", "activation_bytes", "kv_bytes", "budget_bytes"), 0)
     cache = CacheInfo(num_blocks=100, block_size=16, kinds=(FULL,), device="", dtype="float32", **sizes)
     executor: Any = Recording()
-    limits = {"max_tokens": 2 * max_len, "max_len": max_len, "max_running": 4, "vocab_size": 9}
+    limits = {"max_tokens": 2 * max_len, "max_len": max_len, "max_running": max_running, "vocab_size": 9}
     rehearse(executor, cache, owner="executor 'mine'", not_built_in="", full=True, **limits)
-    *_, short, full, end = executor.steps
-    assert [(chunk.sequence, chunk.count) for chunk in short.chunks] == [(1, tokens)]
-    assert full.chunks[0].sequence == 2
-    assert (end.chunks, end.finished) == ((), (0, 1, *(one.sequence for one in full.new)))
+    *_, full, end = executor.steps
+    first = full.chunks[0].sequence
+    before = executor.steps[-2 - len(short) : -2]
+    assert [(chunk.sequence, chunk.count) for step in before for chunk in step.chunks] == list(enumerate(short, 1))
+    assert first == 1 + len(short)
+    assert (end.chunks, end.finished) == ((), (*range(first), *(one.sequence for one in full.new)))
 
 
 def test_start_fails_with_the_error_of_the_rehearsal(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
