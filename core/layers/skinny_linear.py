@@ -36,6 +36,7 @@ class SkinnyGemm(AutotunedOp[SkinnyTile | None]):
     """A GEMM of one shape. `launches[rows]` is the kernel chosen for that many rows; None: the library's."""
 
     max_rows = SKINNY_MAX_ROWS
+    """Maximum rows of x; more are the library's."""
 
     def __init__(self, shape: GemmShape, workspace: Workspace) -> None:
         self.shape = shape

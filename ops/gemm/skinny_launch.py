@@ -230,17 +230,17 @@ VECTORS = {
 }
 """(rows, block_k, warps) of the vector candidates, by rows of x. A warp has 256 columns of 16-bit numbers: a row of x
 is then loaded in the tile's layout, and warps exchange data only in the final sum."""
-MATRICES = (
-    (64, 128, 4, 4), (64, 256, 4, 3), (32, 256, 4, 3), (128, 64, 4, 5), (16, 256, 4, 4), (128, 64, 4, 4),
-    (64, 128, 4, 3),
-)  # fmt: skip
-"""(rows, block_k, warps, stages) of the matrix candidates."""
-WIDE_MATRICES = ((64, 128, 4, 6), (32, 128, 4, 6), (64, 128, 4, 4), (128, 128, 4, 4))
-"""The same for 17 to 64 rows of x."""
-WIDEST_MATRICES = ((64, 128, 4, 4), (128, 64, 8, 5), (128, 128, 8, 3))
-"""The same for more rows."""
+MATRICES = {
+    MIN_COLUMNS: (
+        (64, 128, 4, 4), (64, 256, 4, 3), (32, 256, 4, 3), (128, 64, 4, 5), (16, 256, 4, 4), (128, 64, 4, 4),
+        (64, 128, 4, 3),
+    ),
+    64: ((64, 128, 4, 6), (32, 128, 4, 6), (64, 128, 4, 4), (128, 128, 4, 4)),
+    SKINNY_MAX_ROWS: ((64, 128, 4, 4), (128, 64, 8, 5), (128, 128, 8, 3)),
+}  # fmt: skip
+"""(rows, block_k, warps, stages) of the matrix candidates, by the maximum rows of x."""
 FEW_MATRICES = 2
-"""Number of MATRICES to try for up to 2 rows."""
+"""Number of the first MATRICES to try for up to 2 rows."""
 AHEAD = (16384, 65536)
 """Bytes per program to try prefetching."""
 
@@ -252,7 +252,7 @@ def candidates(shape: GemmShape, rows: int, device: torch.device) -> list[Skinny
         if block_k < 2 * shape.inputs:
             tiles.append(SkinnyTile(form="vector", rows=tile_rows, block_k=block_k, warps=warps))
     if shape.dtype != "float32":  # tensor cores would lose digits of float32
-        matrices = WIDEST_MATRICES if rows > 64 else WIDE_MATRICES if rows > MIN_COLUMNS else MATRICES
+        matrices = next(matrices for most, matrices in MATRICES.items() if rows <= most)
         for tile_rows, block_k, warps, stages in matrices[: FEW_MATRICES if rows <= 2 else None]:
             tile = SkinnyTile(form="matrix", rows=tile_rows, block_k=block_k, warps=warps, stages=stages)
             tiles += _splits(tile, shape, rows, num_sms(device))
