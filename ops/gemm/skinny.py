@@ -59,6 +59,20 @@ def prefetch_rows(rows, begin, end, ahead, TILE: tl.constexpr, THREADS: tl.const
 
 
 @triton.jit
+def store_max(out, tokens, total, output, valid, m, rows, DTYPE: tl.constexpr):
+    """Store the largest output of each row m of x, rounded to DTYPE, and its index.
+
+    total: the sums of a tile, [tile] of one row or [tile, rows]; output: their numbers, valid: whether there is such an
+    output, both with as many dimensions.
+    """
+    rounded = total.to(DTYPE).to(tl.float32)
+    peak, first = max_and_index(tl.where(valid, rounded, float("-inf")), output, 0)
+    place = m * tl.num_programs(0) + tl.program_id(0)
+    tl.store(out + place, peak, mask=m < rows)
+    tl.store(tokens + place, first, mask=m < rows)
+
+
+@triton.jit
 def store_vector(out, tokens, total, bias, output, row, m, rows, outputs, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
     """Apply the epilogue to row m of the result and store it. total: [tile], the sums of row m of x; bias: a pointer to
     numbers of W's dtype, read only with BIAS."""
@@ -77,11 +91,7 @@ def store_vector(out, tokens, total, bias, output, row, m, rows, outputs, EPILOG
         value = activate(gate, up, EPILOGUE - GATED).to(out.dtype.element_ty)
         tl.store(out + m * outputs + n, value, mask=(n < outputs) & (m < rows))
     else:
-        rounded = total.to(bias.dtype.element_ty).to(tl.float32)
-        peak, first = max_and_index(tl.where(valid, rounded, float("-inf")), output, 0)
-        place = m * tl.num_programs(0) + tl.program_id(0)
-        tl.store(out + place, peak, mask=m < rows)
-        tl.store(tokens + place, first, mask=m < rows)
+        store_max(out, tokens, total, output, valid, m, rows, bias.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["rows", "ahead"])

@@ -10,21 +10,8 @@ import triton
 import triton.language as tl
 
 from engine.ops.common.launch import release, wait
-from engine.ops.gemm.skinny import ARGMAX, prefetch_rows
+from engine.ops.gemm.skinny import ARGMAX, prefetch_rows, store_max
 from engine.ops.gemm.weight_tile import INTERLEAVE, reduce_and_store, rows_of_tile
-from engine.ops.sampling.argmax import max_and_index
-
-
-@triton.jit
-def _store_max(out, tokens, total, output, rows, outputs, DTYPE: tl.constexpr):
-    """Store the largest output of each row of x, and its index. total: [tile, COLUMNS] float32; output: [tile]."""
-    m = tl.arange(0, total.shape[1])
-    rounded = total.to(DTYPE).to(tl.float32)
-    valid = (output < outputs)[:, None]
-    peak, first = max_and_index(tl.where(valid, rounded, float("-inf")), output[:, None], 0)
-    place = m * tl.num_programs(0) + tl.program_id(0)
-    tl.store(out + place, peak, mask=m < rows)
-    tl.store(tokens + place, first, mask=m < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "ahead"])
@@ -85,7 +72,7 @@ def matrix_kernel(
     if LATE_RELEASE:
         release(PDL)  # see ops/common/launch.py
     if EPILOGUE == ARGMAX:
-        _store_max(out, tokens, total, output, rows, outputs, bias.dtype.element_ty)
+        store_max(out, tokens, total, output[:, None], valid, m, rows, bias.dtype.element_ty)
     else:
         tile_number = tl.program_id(0)
         reduce_and_store(

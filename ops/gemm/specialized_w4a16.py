@@ -351,8 +351,8 @@ def matmul_kernel(
     in shared memory. SLOTS: blocks of words there. PENDING: products in flight while others' weights are unpacked; they
     divide those of a stage. POWER: see GroupedLayout.power.
     SPLITS up to 1: tiles are shared by Stream-K, by any number of programs. out: a descriptor of [rows, outputs], with
-    blocks of a part. partials, arrivals: see stream_k.py. More SPLITS: so many programs divide the inputs of each tile;
-    out: a pointer; partials: see split_k_exchange.py.
+    blocks of a part. partials, arrivals: see stream_k.py. With more SPLITS, that many programs divide the inputs of
+    each tile; out: a pointer; partials: see split_k_exchange.py.
     """
     BLOCK_M: gl.constexpr = x.block_shape[0]
     WIDTH: gl.constexpr = FIELDS // STEPS
