@@ -121,8 +121,8 @@ class PrefillPlanner:
         # Without TMA an order gains nothing where the GPU's cache holds all keys and values.
         size = 2 * int(batch.context_lens_host[sequences].sum()) * self._spec.num_kv_heads * self._spec.head_dim
         order = self._order(tiles, config) if size * self._itemsize > self._cache_bytes else None
-        sent = to_device([tiles] if order is None else [tiles, order], batch.tokens.device)
-        return PrefillPart(sent[0], batch.block_tables, config, order=None if order is None else sent[1])
+        [sent], sent_order = _send([tiles], order, batch.tokens.device)
+        return PrefillPart(sent, batch.block_tables, config, order=sent_order)
 
     def _order(self, tiles: npt.NDArray[np.int32], config: Any) -> npt.NDArray[np.int32] | None:
         """The order of work of persistent_prefill in layers without a window, if `config` and any layer are for it."""
@@ -190,10 +190,9 @@ class PrefillPlanner:
         config = self.choose_widened_config(self._work(batch, sequences))
         tiles = prefill_tiles(queries, contexts, sequences, config.tokens(self._group))
         tiles[:, 0] = np.searchsorted(sequences, tiles[:, 0])
-        order = self._order(tiles, config)
-        arrays = [tiles, tables, blocks] if order is None else [tiles, tables, blocks, order]
-        sent_tiles, sent_tables, sent_blocks, *rest = to_device(arrays, batch.tokens.device)
-        return PrefillPart(sent_tiles, sent_tables, config, sent_blocks, rest[0] if rest else None)
+        order, device = self._order(tiles, config), batch.tokens.device
+        (sent_tiles, sent_tables, sent_blocks), sent_order = _send([tiles, tables, blocks], order, device)
+        return PrefillPart(sent_tiles, sent_tables, config, sent_blocks, sent_order)
 
     def _tiled(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> Float8Part:
         """Read these sequences from tiles, numbered consecutively over all sequences."""
@@ -228,6 +227,16 @@ class PrefillPlanner:
 def _power_of_2_below(number: int) -> int:
     """The largest power of two that is at most `number`; 0 for 0."""
     return 1 << number.bit_length() - 1 if number else 0
+
+
+def _send(
+    arrays: list[npt.NDArray[np.int32]], order: npt.NDArray[np.int32] | None, device: torch.device
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Arrays and an order, if there is one, on the device: in one copy."""
+    if order is None:
+        return to_device(arrays, device), None
+    *sent, sent_order = to_device([*arrays, order], device)
+    return sent, sent_order
 
 
 def shared_memory(device: torch.device) -> int:
