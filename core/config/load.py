@@ -162,7 +162,7 @@ def validate(config: EngineConfig) -> None:
 
 def _read(file: Path) -> Mapping[str, Any]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # editors on Windows begin files with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file {file} cannot be read: {error}") from error
     if file.suffix == ".toml":

@@ -69,7 +69,8 @@ class Routes(ABC):
         api: version of this contract that the plugin was written for.
         summary: one line for /openapi.json, which describes the path if this is not empty; answer: the type of the
         JSON answer there; streams: whether the answer may be server-sent events.
-        error_body: the JSON body of an error response to this path, those of keys and limits included; None: OpenAI's.
+        error_body: the JSON body of an error response to this path or one below it, those of keys and limits included;
+        None: OpenAI's.
 
         Raises PluginError for an invalid argument or a path that is taken. Unless the hook catches it, none of the
         plugin's routes is added.

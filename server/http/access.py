@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.server.front_end.errors import ApiError, excerpt
-from engine.server.http.errors import ERROR_BODY, error_response, invalid
+from engine.server.http.errors import ERROR_BODY, ErrorBody, error_response, invalid
 from engine.server.http.hosts import AllowedHosts, is_cross_site
 from engine.server.http.limits import RequestLimits
 from engine.server.http.service import Service
@@ -45,7 +45,7 @@ class AccessControl:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if (error_body := self._service.error_bodies.get(scope["path"])) is not None:
+        if (error_body := _nearest(self._service.error_bodies, scope["path"])) is not None:
             scope["state"][ERROR_BODY] = error_body
         with ExitStack() as stack:
             try:
@@ -134,3 +134,12 @@ def _key_number(keys: ApiKeys, headers: Headers) -> int | None:
     scheme, _, key = headers.get("authorization", "").partition(" ")
     number = keys.number(key.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
     return keys.number(headers.get("x-api-key", "").strip().encode("latin-1")) if number is None else number
+
+
+def _nearest(error_bodies: Mapping[str, ErrorBody], path: str) -> ErrorBody | None:
+    """The shape of errors of a path: its own, or that of the nearest path above it; None: OpenAI's."""
+    while path and error_bodies:
+        if path in error_bodies:
+            return error_bodies[path]
+        path = path.rpartition("/")[0]
+    return None

@@ -99,7 +99,7 @@ class Service:
         self.default_params: SamplingParams = started.default_params
         self.draining = False
         self.error_bodies: dict[str, ErrorBody] = {}
-        """The shape of error responses of each path whose errors are not OpenAI's."""
+        """The shape of error responses of each path, and of those below it, whose errors are not OpenAI's."""
         self.http_routes: Sequence[Route] = ()
         """The routes whose requests are counted, by slot of HttpMetrics."""
         self.active = 0

@@ -245,6 +245,11 @@ def test_a_wrong_yaml_file_is_refused(write: WriteFile, text: str, message: str)
         load_config(write(text, "engine.yml"))
 
 
+@pytest.mark.parametrize(("text", "name"), [("[model]\nmax_len = 8", "engine.toml"), ("model: {max_len: 8}", "a.yml")])
+def test_a_file_may_begin_with_a_byte_order_mark(write: WriteFile, text: str, name: str) -> None:
+    assert load_config(write("\ufeff" + text, name)).config.model.max_len == 8
+
+
 def test_an_empty_file_changes_nothing(write: WriteFile) -> None:
     assert (
         load_config(write("model:\nserver: {}\n", "a.yaml")).config

@@ -179,6 +179,7 @@ def test_errors_have_the_shape_of_the_path(poems: Any, client: httpx.Client) -> 
         (client.post("/v1/poem", json={"subject": "bug"}), 500, "the plugin of /v1/poem failed"),
         (client.post("/v1/poem", json={"subject": "x", "wait": 60}), 504, "longer than 3 s"),
         (client.get("/v1/poem"), 405, "use POST"),
+        (client.get("/v1/poem/a/b"), 404, "there is no GET /v1/poem/a/b"),
         (httpx.post(f"{poems.url}/v1/poem", json={"subject": "x"}), 401, "the API key is missing"),
     ]
     for response, status, said in cases:
