@@ -121,7 +121,7 @@ class Layer:
             return []
         if rows <= UNMEASURED_MAX_ROWS:
             return few_row_tiles(call.op, rows, torch.device(self.linear.spec.device))
-        if rows > WEIGHT_ONLY_MAX_ROWS and call.op.row_classes[-1] == WEIGHT_ONLY_MAX_ROWS:
+        if rows > WEIGHT_ONLY_MAX_ROWS and list(call.op.row_classes)[-1:] == [WEIGHT_ONLY_MAX_ROWS]:
             tiles = [tile for tile in call.op.candidates(WEIGHT_ONLY_MAX_ROWS) if tile is not None]
             return [None, *dict.fromkeys(evolve(tile, splits=1) for tile in tiles)]
         return []

@@ -168,6 +168,23 @@ def test_short_sequences_of_calls_are_repeated_in_a_graph(cases: Any, monkeypatc
     assert made == ["a", "b", "c"] * 6
 
 
+@pytest.mark.interpreter
+def test_layers_without_measured_row_classes_have_no_rule_for_many_rows(
+    cases: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sweep_linears
+    import sweep_timing
+
+    from engine.plugins.quant.w4a16_kernel import W4A16Kernel
+    from engine.plugins.quant.weight_only_tuning import WeightOnlyOp
+
+    monkeypatch.setattr(W4A16Kernel, "prepare", W4A16Kernel.pack_weights)  # as on a GPU
+    monkeypatch.setattr(WeightOnlyOp, "row_classes", ())
+    case = cases.LinearCase(kind="4bit", shape=cases.LinearShape(outputs=64, inputs=256), rows=300)
+    sweep = sweep_linears.LinearSweep("4bit", "cpu:0", "float16", sweep_timing.ClockTimer(), [case])
+    assert sweep._layers[case.shape].rule_candidates(300) == []
+
+
 @pytest.mark.parametrize(("rows", "count"), [(1, 6), (5, 4), (20, 0), (300, 3)])
 @pytest.mark.interpreter
 def test_outcomes_of_the_rule_of_4_bit_layers_agree(
