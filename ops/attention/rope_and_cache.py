@@ -15,8 +15,14 @@ import triton.language as tl
 from engine.ops.common.launch import dependent_launch, release, wait
 
 FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
-MAX_HEADS = 8
-"""Maximum number of one token's heads per program."""
+MAX_HEADS, WARPS = 8, 2
+"""Maximum number of one token's heads per program, and its warps."""
+MANY_TOKENS = 512
+"""With more tokens than that, programs have more heads, of up to NUMBERS_MANY_TOKENS numbers, and WARPS_MANY_TOKENS
+warps, where that at least halves the number of programs: launching them then takes longer than loads and stores."""
+NUMBERS_MANY_TOKENS, WARPS_MANY_TOKENS = 2048, 4
+MAX_HEADS_FLOAT8 = 16
+"""Maximum number of heads for a float8 cache: its divisions take longer than what fewer programs save."""
 ANGLES_PER_PROGRAM = 1024
 
 
@@ -99,11 +105,20 @@ def _rotate_and_write_kernel(
     INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     FLOAT8_MAX: tl.constexpr,
+    MANY: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Grid: (tokens, groups of BLOCK_HEADS heads); with MANY (tokens * groups,), the groups of a token one after the
+    other, which read memory in order."""
     release(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    if MANY:
+        groups: tl.constexpr = (HEADS + 2 * KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+        token = (tl.program_id(0) // groups).to(tl.int64)
+        group = tl.program_id(0) % groups
+    else:
+        token = tl.program_id(0).to(tl.int64)
+        group = tl.program_id(1)
+    head = group * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     # Queries and keys are rotated, values only written.
     rotated = (head < HEADS + KV_HEADS)[:, None]
     is_key = (head >= HEADS)[:, None] & rotated
@@ -210,8 +225,10 @@ def rotate_and_write(
         return
     kv_heads, dim = keys.shape[-2:]
     half = dim // 2 if cos is None else cos.shape[1]
-    heads, block_half, block_rest = _tile(num_heads + 2 * kv_heads, dim, half)
-    _rotate_and_write_kernel[(tokens, -(-(num_heads + 2 * kv_heads) // heads))](
+    is_float8 = keys.dtype == torch.float8_e4m3fn
+    heads, block_half, block_rest, many = _tile(num_heads + 2 * kv_heads, dim, half, is_float8, tokens > MANY_TOKENS)
+    groups = -(-(num_heads + 2 * kv_heads) // heads)
+    _rotate_and_write_kernel[(tokens * groups,) if many else (tokens, groups)](
         qkv,
         keys,
         values,
@@ -232,14 +249,21 @@ def rotate_and_write(
         ROTATED=cos is not None,
         INTERLEAVED=interleaved,
         HAS_NORM=weight is not None,
-        FLOAT8_MAX=FLOAT8_MAX if keys.dtype == torch.float8_e4m3fn else 0.0,
-        num_warps=2,
+        FLOAT8_MAX=FLOAT8_MAX if is_float8 else 0.0,
+        MANY=many,
+        num_warps=WARPS_MANY_TOKENS if many else WARPS,
         **dependent_launch(qkv.device),
     )
 
 
 @cache
-def _tile(heads: int, dim: int, half: int) -> tuple[int, int, int]:
-    """Heads, pairs and unrotated dimensions per program, powers of two."""
+def _tile(heads: int, dim: int, half: int, is_float8: bool, many_tokens: bool) -> tuple[int, int, int, bool]:
+    """Heads, pairs and unrotated dimensions per program, powers of two; and whether the heads are those for many
+    tokens."""
     block_heads = min(MAX_HEADS, triton.next_power_of_2(heads))
-    return block_heads, triton.next_power_of_2(half), triton.next_power_of_2(max(dim - 2 * half, 1))
+    more_heads = max(1, min(NUMBERS_MANY_TOKENS // triton.next_power_of_2(dim), triton.next_power_of_2(heads)))
+    if is_float8:
+        more_heads = min(more_heads, MAX_HEADS_FLOAT8)
+    many = many_tokens and 2 * -(-heads // more_heads) <= -(-heads // block_heads)
+    block_half, block_rest = triton.next_power_of_2(half), triton.next_power_of_2(max(dim - 2 * half, 1))
+    return more_heads if many else block_heads, block_half, block_rest, many

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.core.quant.float8 import UNSCALED, KVScales, quantize_float8
+from engine.ops.attention import rope_and_cache
 from engine.ops.attention.rope_and_cache import angles, rotate_and_write
 
 PAGE = 4
@@ -100,6 +101,32 @@ def test_rotate_and_write_equals_float64(
     num_heads: int, kv_heads: int, dim: int, rotary_dim: int, normed: bool, device: torch.device
 ) -> None:
     check(5, num_heads, kv_heads, dim, rotary_dim, torch.float32, torch.float32, normed, device)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("num_heads", "kv_heads", "dim", "rotary_dim"), [(14, 2, 64, 64), (14, 8, 80, 32), (9, 3, 128, 128)]
+)
+def test_programs_for_many_tokens_compute_more_heads(
+    num_heads: int, kv_heads: int, dim: int, rotary_dim: int, normed: bool, monkeypatch: Any, device: torch.device
+) -> None:
+    heads = num_heads + 2 * kv_heads
+    few, many = (rope_and_cache._tile(heads, dim, rotary_dim // 2, False, more) for more in (False, True))
+    assert many[0] >= 2 * few[0]
+    assert (few[-1], many[-1]) == (False, True)
+    monkeypatch.setattr(rope_and_cache, "MANY_TOKENS", 4)
+    check(5, num_heads, kv_heads, dim, rotary_dim, torch.float32, torch.float32, normed, device)
+
+
+def test_which_tokens_have_programs_of_more_heads() -> None:
+    """Where that halves their number; of a float8 cache up to 16 heads."""
+
+    def heads(total: int, dim: int, *, is_float8: bool = False) -> int:
+        return rope_and_cache._tile(total, dim, dim // 2, is_float8, True)[0]
+
+    assert [heads(total, 128) for total in (6, 24, 48, 80)] == [8, 8, 16, 16]
+    assert [heads(18, 64, is_float8=is_float8) for is_float8 in (False, True)] == [32, 8]
+    assert heads(48, 256) == 8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
