@@ -77,11 +77,13 @@ def start_engine(
     Raises ConfigError, PluginError, CheckpointError or CapacityError when the engine cannot be built.
     """
     phases = Phases(on_progress)
-    with phases.phase("plugins"):
-        plugins = plugins or load_plugins(config.plugins)
-        check_names(config, plugins, objects)  # before a long download
     models = (config.model.path, config.model.tokenizer, config.speculator.model)
     on_hub = any(map(is_hub_name, models))
+    with phases.phase("plugins"):
+        if not on_hub:  # a model of the hub has another mark once it is located
+            _begin_compile_server(config)
+        plugins = plugins or load_plugins(config.plugins)
+        check_names(config, plugins, objects)  # before a long download
     with phases.phase("download" if on_hub else "checkpoint"), _listening(on_progress) as listener:
         speculator_config = locate_speculator(config, listener)
         model_config = locate(config.model, listener)
@@ -91,13 +93,10 @@ def start_engine(
     with phases.phase("import"), paused():
         set_wait_policy(config.executor)
         begin_driver(config)
-        # An executor that is named, or that has several ranks, may run the model in processes of its own.
-        runs_model = config.executor.name == AUTO and config.executor.tensor_parallel == 1
-        if runs_model:
-            begin_first_start(config)
+        _begin_compile_server(config)
         import torch  # noqa: F401  (the slowest import of all, timed as a phase of its own)
 
-        if runs_model:
+        if _runs_model(config):
             begin_compiler_key(config)
     with phases.phase("device"):
         device = find_device(config.executor.device)
@@ -162,6 +161,18 @@ def start_engine(
         loop=loop,
         kv_events=kv_events,
     )
+
+
+def _runs_model(config: EngineConfig) -> bool:
+    """Whether this process runs the model. An executor that is named, or that has several ranks, may run it in
+    processes of its own."""
+    return config.executor.name == AUTO and config.executor.tensor_parallel == 1
+
+
+def _begin_compile_server(config: EngineConfig) -> None:
+    """Start the compile server as early as possible, if this process needs one and none runs."""
+    if _runs_model(config):
+        begin_first_start(config)
 
 
 def _warn_unused(deployment: Deployment, model_spec: ModelSpec) -> None:

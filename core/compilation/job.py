@@ -7,7 +7,7 @@ import inspect
 import io
 import pickle
 from collections.abc import Callable, Mapping
-from functools import reduce
+from functools import cache, reduce
 from hashlib import sha256
 from typing import Any
 
@@ -20,6 +20,8 @@ FUNCTION_LOCAL = "<locals>"
 """Part of the qualified name of whatever a function defines; no other process can import that."""
 MAX_NAME = 150
 """Characters of a kernel's name in the name of its file."""
+SIZE_BYTES = 4
+"""Of the size at the beginning of an encoded job."""
 
 
 MakeLauncher = Callable[[Any, Any], object]
@@ -46,15 +48,17 @@ class Job:
         return manager.get_group(f"{self.source.name[:MAX_NAME]}.json") is not None
 
     def encode(self) -> bytes:
-        """The job as bytes. Raises PicklingError for a kernel that no other process can import."""
+        """The job as bytes, the first of which are its size. Raises PicklingError for a kernel that no other process
+        can import."""
         file = io.BytesIO()
+        file.write(source_size(self.source.fn).to_bytes(SIZE_BYTES))
         _Pickler(file).dump((self.source, self.target, self.options))
         return file.getvalue()
 
     @classmethod
     def decode(cls, encoded: bytes) -> Job:
         """The job of `encode`; imports its kernel."""
-        return cls(*_Unpickler(io.BytesIO(encoded)).load())
+        return cls(*_Unpickler(io.BytesIO(encoded[SIZE_BYTES:])).load())
 
     def run(self, make_launcher: MakeLauncher | None) -> None:
         """Compile the kernel, and what launches it, into Triton's cache on disk.
@@ -65,6 +69,18 @@ class Job:
         kernel = triton.compile(self.source, target=self.target, options=self.options)
         if make_launcher is not None:
             make_launcher(self.source, kernel.metadata)
+
+
+@cache
+def source_size(kernel: JITCallable) -> int:
+    """Characters of a kernel and of the functions it calls: the more, the longer it most likely takes to compile."""
+    found, new = {kernel}, [kernel]
+    while new:
+        function = new.pop().fn
+        called = {function.__globals__.get(name) for name in function.__code__.co_names}
+        new += [one for one in called if isinstance(one, JITCallable) and one not in found]
+        found.update(new)
+    return sum(len(one.src) for one in found)
 
 
 class _Pickler(pickle.Pickler):

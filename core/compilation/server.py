@@ -3,10 +3,12 @@
     python -P -m engine.core.compilation.server DESCRIPTOR
 
 It needs no GPU and uses none: children could not be forked afterwards. A child compiles one kernel into Triton's cache
-on disk and exits, so that a crash of the compiler costs that kernel alone. Messages are those of
-multiprocessing.connection: a job is its number (4 bytes) and its bytes; the answer is the number and the error's text,
-empty if there is none. An empty message ends the jobs. Without it, the end of the connection means that the engine's
-process has ended, and the children are killed.
+on disk and exits, so that a crash of the compiler costs that kernel alone. Of the jobs that wait for a core the largest
+(job.source_size) is next: kernels of attention take seconds, and must not be the last to start.
+
+Messages are those of multiprocessing.connection: a job is its number (4 bytes), its size (4 bytes) and the rest; the
+answer is the number and the error's text, empty if there is none. An empty message ends the jobs. Without it, the end
+of the connection means that the engine's process has ended, and the children are killed.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ import pkgutil
 import selectors
 import signal
 import sys
+import threading
 import time
 import warnings
-from collections import deque
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NoReturn
@@ -66,7 +68,7 @@ class Server:
         self._connection = connection
         self._make_launcher = make_launcher
         self._processes = processes
-        self._waiting: deque[bytes] = deque()
+        self._waiting: list[bytes] = []
         self._children: dict[int, _Child] = {}
         """By `_Child.errors`."""
         self._ended = False
@@ -88,7 +90,12 @@ class Server:
                 else:
                     self._receive()
             while self._waiting and len(self._children) < self._processes:
-                self._start(self._waiting.popleft())
+                self._start(self._next())
+
+    def _next(self) -> bytes:
+        """Take out the largest job that waits, of equal ones the first."""
+        sizes = [message[NUMBER_BYTES : 2 * NUMBER_BYTES] for message in self._waiting]
+        return self._waiting.pop(sizes.index(max(sizes)))
 
     def _seconds_left(self) -> float:
         """Timeout of the next wait: until the first child is late or, without children, until the server has idled long
@@ -157,27 +164,36 @@ class Server:
 
 def prepare() -> MakeLauncher | None:
     """Do once what each child would do; returns what Job.run makes launchers with."""
-    with suppress(Exception):  # there is no driver
-        from triton.backends.nvidia.driver import CudaUtils
+    from triton.backends import backends
+    from triton.runtime.cache import triton_key
+    from triton.runtime.driver import driver
 
-        CudaUtils()  # compiled by a C compiler; the engine's process needs it before the first kernel
+    # The C compiler, and reading all of Triton's compiler, leave the GIL to the imports.
+    others = [threading.Thread(target=work) for work in (_make_driver_utilities, triton_key)]
+    for other in others:
+        other.start()
     import engine.ops
     from engine.core.compilation import job  # noqa: F401
 
     for module in pkgutil.walk_packages(engine.ops.__path__, "engine.ops."):
         with suppress(Exception):  # a kernel whose module cannot be imported is not needed, or its child fails
             importlib.import_module(module.name)
-    from triton.backends import backends
-    from triton.runtime.cache import triton_key
-    from triton.runtime.driver import driver
-
-    triton_key()  # reads the whole compiler
+    for other in others:
+        other.join()
     try:
         driver.set_active(backends["nvidia"].driver())
     except Exception:  # without the driver's library there are no launchers to compile
         return None
     made: MakeLauncher = driver.active.launcher_cls
     return made
+
+
+def _make_driver_utilities() -> None:
+    """Compile what Triton calls the driver by, which the engine's process needs before its first kernel."""
+    with suppress(Exception):  # there is no driver
+        from triton.backends.nvidia.driver import CudaUtils
+
+        CudaUtils()
 
 
 def main() -> None:

@@ -102,9 +102,9 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def run_without_graphs(self) -> None:
-        """Launch the kernels of the captures once, kernel by kernel, for padding rows."""
+        """Launch the kernels of the captures once, one by one, for padding rows, in the order of `capture_all`."""
         first, *others = self._sampler.graph_paths
-        for size in recorded_sizes(self._sizes, ALL_RECORDED):
+        for size in reversed(recorded_sizes(self._sizes, ALL_RECORDED)):
             self._pad(size)
             run = self._state.graph_pass(self.batch(size), GraphSlot(num_sequences=size))
             self._step(run, size, first)

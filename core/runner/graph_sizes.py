@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 ALL_RECORDED = 64
 """Up to this batch size of a decode step, every size may have kernels of its own."""
+ALL_COUNTS_RECORDED = 256
+"""As ALL_RECORDED, for the number of tokens of a step with prefill chunks."""
 MIN_GRAPH_TOKENS = 1024
 """Steps of up to this many tokens have piecewise graphs on every device."""
 

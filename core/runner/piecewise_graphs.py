@@ -16,7 +16,7 @@ from attrs import define, evolve
 
 from engine.core.attention.batch import ForwardBatch
 from engine.core.runner.graph_capture import weak_ref_tensor
-from engine.core.runner.graph_sizes import MIN_GRAPH_TOKENS, recorded_sizes, token_counts
+from engine.core.runner.graph_sizes import ALL_COUNTS_RECORDED, recorded_sizes, token_counts
 
 if TYPE_CHECKING:
     from engine.core.models.forward_pass import ForwardPass
@@ -149,8 +149,8 @@ class PiecewiseGraphs:
             self._forward(run, [], on_break)
 
     def run_all_without_graphs(self) -> None:
-        """Run the kernels of all graphs once, one by one, for padding tokens, without attention."""
-        for count in recorded_sizes(self._counts, MIN_GRAPH_TOKENS):
+        """Run the kernels of all graphs once, one by one, for padding tokens, without attention, the largest first."""
+        for count in reversed(recorded_sizes(self._counts, ALL_COUNTS_RECORDED)):
             self.run_without_graphs(count, nullcontext(), lambda: None)
 
     def _capture(self, count: int) -> _CapturedStep:

@@ -279,22 +279,26 @@ class RunnerStart:
         )
 
     def _record_launches(self, model: Model, kv_scales: tuple[KVScales, ...]) -> None:
-        """Launch the kernels of the rest of the start, on a device state of its own, which is then freed."""
+        """Launch the kernels of the rest of the start, on a device state of its own, which is then freed.
+
+        In the order in which the start needs them, so that it can go on while others are compiled. Only the prompts of
+        the rehearsal come earlier, since kernels of attention take longest to compile.
+        """
         state = self._make_state(model, self._trial.num_blocks, kv_scales)
         launcher = self._trial.run_untimed(state)
         tokens = self._trial.tokens
-        graphs, _ = self._graphs.make(state, min(self._config.executor.max_graph_tokens or tokens, tokens))
-        if graphs.decode is not None:
-            graphs.decode.run_without_graphs()
-        if graphs.piecewise is not None:
-            graphs.piecewise.run_all_without_graphs()
-        self._warm_up(state)
         kinds, block_size = self.layout.kinds, self._spec.block_size
         for step in chunked_prompt_steps(block_size, kinds, block_size):
             launcher.launch(step)
         for last, short in enumerate(SHORT_PROMPTS, SEQUENCE):
             step = prompt_step([min(short, self._spec.max_len, tokens)], kinds, block_size, first=last + 1)
             launcher.launch(evolve(step, finished=(last,)))
+        graphs, _ = self._graphs.make(state, min(self._config.executor.max_graph_tokens or tokens, tokens))
+        if graphs.decode is not None:
+            graphs.decode.run_without_graphs()
+        if graphs.piecewise is not None:
+            graphs.piecewise.run_all_without_graphs()
+        self._warm_up(state)
 
     def _plan_memory(self, free: int, weights: int, activations: int, kernels: int) -> MemoryPlan:
         return plan_memory(

@@ -11,7 +11,7 @@ STEP = 0
 """Number of the steps before the first request; the scheduler's begin with 1."""
 SEQUENCE = 0
 """Number of the first sequence of these steps; the scheduler's begin with 1."""
-SHORT_PROMPTS = (128, 512)
+SHORT_PROMPTS = (32, 128, 512)
 """Tokens of prompts that are neither few tokens nor a full step: attention backends may have other kernels for them."""
 
 

@@ -101,6 +101,13 @@ with recording():
 print(server._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+SIZES = """
+from engine.core.compilation.job import source_size
+from engine.ops.attention.paged_decode import _decode_kernel
+from engine.ops.common.launch import release, wait
+own = sum(len(one.src) for one in (_add_norm_kernel, wait, release))
+report(norm=source_size(_add_norm_kernel) - own, decode=source_size(_decode_kernel) - own)
+"""
 FAILED = """
 server = SHARED.begin()
 server.submit(b"no job").result()
@@ -183,3 +190,9 @@ def test_a_job_that_fails_ends_neither_the_server_nor_other_jobs(tmp_path: Path)
     assert found["compiled"] == [["_add_norm_kernel", True]]
     assert found["running"]
     assert found["warnings"] == []
+
+
+def test_the_size_of_a_kernel_counts_the_functions_that_it_calls(tmp_path: Path) -> None:
+    found = run(SIZES, tmp_path / "triton")
+    assert found["norm"] >= 0
+    assert found["decode"] > 10_000

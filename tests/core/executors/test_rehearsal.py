@@ -143,7 +143,7 @@ def test_full_step_has_all_tokens_when_all_layers_keep_a_state() -> None:
 
 @pytest.mark.parametrize(
     ("max_len", "max_running", "short"),
-    [(24, 4, [24]), (500, 5, [128, 500]), (700, 5, [128, 512]), (700, 4, [128]), (700, 3, [])],
+    [(24, 4, [24]), (500, 6, [32, 128, 500]), (700, 6, [32, 128, 512]), (700, 4, [32]), (700, 3, [])],
 )
 def test_short_prompts_precede_the_full_step(max_len: int, max_running: int, short: list[int]) -> None:
     sizes = dict.fromkeys(("weights_bytes", "activation_bytes", "kv_bytes", "budget_bytes"), 0)

@@ -14,11 +14,12 @@ from engine.core.attention import AttentionSpec, KVPool
 from engine.core.config.structure import structure_options
 from engine.core.errors import ConfigError
 from engine.core.quant import FLOAT8
+from engine.core.schedulers.prompt_step import SHORT_PROMPTS, chunked_prompt_steps
 from engine.ops.attention.paged_prefill_config import PrefillConfig, PrefillWork, persistent_config
 from engine.ops.common.launch import has_wgmma
 from engine.plugins.attention.triton import TritonAttention
 from engine.plugins.attention.triton_options import TritonOptions, float8_prefill_refusal
-from engine.plugins.attention.triton_prefill import Float8Part, PrefillPart, PrefillPlanner
+from engine.plugins.attention.triton_prefill import MIN_CONVERTED_ROWS, Float8Part, PrefillPart, PrefillPlanner
 from engine.testing.attention import AttentionConformance
 from engine.testing.attention_cases import BATCHES, LONG_BATCHES, batch_of, invalidate_behind_windows
 
@@ -144,6 +145,23 @@ def test_launch_is_chosen_by_the_keys_in_the_window(windows: tuple[int | None, .
     [part] = plan(((0, 900),), spec=attrs.evolve(SPEC, sliding_windows=windows, **sizes), config=None, _persistent=True)
     assert part.config.persistent
     assert part.config.across_tiles is short
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12, 16])
+@pytest.mark.parametrize("kv_dtype", ["float16", FLOAT8])
+def test_a_start_runs_the_kernels_of_prompts_of_all_lengths(kv_dtype: str, group: int) -> None:
+    sizes: Any = {"head_dim": 128, "kv_dtype": kv_dtype, "max_len": 1024, "num_heads": 2 * group}
+    spec = attrs.evolve(SPEC, **sizes)
+    widened = PrefillConfig(block_m=128, block_n=64, num_warps=4, num_stages=4, persistent=True)
+    limits = {"config": widened if kv_dtype == FLOAT8 else None, "min_converted_rows": MIN_CONVERTED_ROWS}
+
+    def launch(tokens: int) -> tuple[PrefillConfig, bool]:
+        [part] = plan(((0, tokens),), spec=spec, _shared_memory=233472, _persistent=kv_dtype != FLOAT8, **limits)
+        return part.config, part.widened is not None
+
+    first, rest = chunked_prompt_steps(SPEC.block_size + 1, (), SPEC.block_size)
+    rehearsed = [first.chunks[0].count, rest.chunks[0].count, *SHORT_PROMPTS]
+    assert {launch(tokens) for tokens in range(1, 600)} == {launch(tokens) for tokens in rehearsed}
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", FLOAT8])
