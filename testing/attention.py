@@ -26,12 +26,13 @@ from engine.testing.attention_cases import (
     unpack,
     unwritten,
 )
+from engine.testing.attention_rotation import RotationConformance
 
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 """Type of queries -> maximum relative norm of the error."""
 
 
-class AttentionConformance:
+class AttentionConformance(RotationConformance):
     """Derive a class named Test... from this one and set `backend`.
 
     Pool slots beyond a sequence's context hold NaN, and so do unused blocks. A feature that the backend refuses is

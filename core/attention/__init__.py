@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         AttentionSpec as AttentionSpec,
         GraphSlot as GraphSlot,
         GraphSupport as GraphSupport,
+        HeadRotation as HeadRotation,
         layers_by_window as layers_by_window,
     )
     from engine.core.attention.batch import ForwardBatch as ForwardBatch
@@ -29,6 +30,7 @@ __getattr__, __dir__, __all__ = exports(
         "AttentionSpec",
         "GraphSlot",
         "GraphSupport",
+        "HeadRotation",
         "layers_by_window",
     ),
     batch=("ForwardBatch",),

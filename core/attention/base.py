@@ -87,6 +87,22 @@ class GraphSlot:
     """Sequences of the batch, padding included."""
 
 
+@frozen(kw_only=True)
+class HeadRotation:
+    """What happens to the projections of a layer before attention: see AttentionBackend.rotate_and_forward."""
+
+    cos: torch.Tensor | None
+    """[tokens, rotary_dim / 2] float32, dense; None: queries and keys are not rotated."""
+    sin: torch.Tensor | None
+    """The same of the sines."""
+    norm_weight: torch.Tensor | None = None
+    """[heads + kv_heads, head_dim], of any dtype: weights of the norm of each head of queries and keys, before the
+    rotation; None: no norm."""
+    norm_eps: float = 0.0
+    interleaved: bool = False
+    """Whether dimension 2 i rotates with 2 i + 1, not i with i + rotary_dim / 2. Later dimensions do not rotate."""
+
+
 class AttentionBackend(ABC, Generic[OptionsT, PlanT]):
     """Computes causal attention over the paged KV cache.
 
@@ -98,7 +114,9 @@ class AttentionBackend(ABC, Generic[OptionsT, PlanT]):
     A KVPool holds keys and values per layer in the layout `kv_layout`; NHD is [blocks, block_size, kv_heads, head_dim].
     Before `forward`, core has rotated q and k and has written k and v of the whole batch into the pool; the context of
     a sequence may include blocks that another sequence of the batch has just written. A backend must not write to the
-    pool. No result may depend on slots beyond a sequence's context length, nor on blocks of which no query's sliding
+    pool, except in `rotate_and_forward`.
+
+    No result may depend on slots beyond a sequence's context length, nor on blocks of which no query's sliding
     window covers any slot: both may hold NaN, and may belong to other sequences. A weight of 0 does not cancel a NaN,
     so a backend should not read such values.
 
@@ -173,6 +191,20 @@ class AttentionBackend(ABC, Generic[OptionsT, PlanT]):
         graphs. Override to save the copy.
         """
         out.copy_(self.forward(layer, q, k, v, plan))
+
+    def rotate_and_forward(
+        self, layer: int, qkv: torch.Tensor, rotation: HeadRotation, plan: PlanT
+    ) -> torch.Tensor | None:
+        """Norm and rotate queries and keys, write keys and values to the pool, and compute `forward`, all in one.
+
+        Optional; None, as here: the backend has done nothing, and core does all of this before it calls `forward`. May
+        be None for some plans, layers or rotations only.
+
+        qkv: [tokens, (heads + 2 * kv_heads) * head_dim], dense, the projections of the new tokens: queries, keys and
+        values, which may be overwritten. Keys and values are written to `batch.slots` of the planned batch, as KVPool
+        describes. If `batch.rows_share_sequences`, a row may see keys that the call writes for other rows.
+        """
+        return None
 
 
 def contract_error(cls: type[AttentionBackend[Any, Any]]) -> str | None:

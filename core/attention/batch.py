@@ -45,6 +45,9 @@ class ForwardBatch:
     """See `block_tables_host`."""
     state_rows: torch.Tensor | None = None
     """[sequences] int64: the row of each sequence in the tensors of a StatePool."""
+    rows_share_sequences: bool = False
+    """Whether several sequences of a decode batch may be one sequence of the engine: draft tokens, each as a row of its
+    own. Such a row sees the keys of rows before it, which the same pass writes."""
     groups: tuple[ForwardBatch, ...] = ()
     """The batch as each of several cache groups sees it: with the slots and block tables of the group."""
 

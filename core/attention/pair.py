@@ -15,6 +15,7 @@ from engine.core.config.structure import structure_options
 if TYPE_CHECKING:
     import torch
 
+    from engine.core.attention.base import HeadRotation
     from engine.core.attention.batch import ForwardBatch
     from engine.core.attention.kv_pool import KVPool
     from engine.core.device import DeviceInfo
@@ -177,6 +178,15 @@ class PairedAttention(AttentionBackend[Any, PairPlan]):
             )
             self._decode.forward_into(layer, q, k, v, plan.decode, out)
             self._prefill.forward_into(layer, q_new, k_new, v_new, plan.prefill, out_new)
+
+    def rotate_and_forward(
+        self, layer: int, qkv: torch.Tensor, rotation: HeadRotation, plan: PairPlan
+    ) -> torch.Tensor | None:
+        if plan.prefill is None:
+            return self._decode.rotate_and_forward(layer, qkv, rotation, plan.decode)
+        if plan.decode is None:
+            return self._prefill.rotate_and_forward(layer, qkv, rotation, plan.prefill)
+        return None
 
 
 def split_batch(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from engine.core.attention.base import HeadRotation
 from engine.core.autotune.op import AutotunedCall, Operands
 from engine.core.distributed.partial_sum import PartialSum
 from engine.core.layers.attention import Attention
@@ -98,7 +99,27 @@ class FusedRotary(RotaryEmbedding):
 
 
 class FusedAttention(Attention):
-    """Norm of heads, rotation and the write to the cache in one kernel; queries and keys change in place."""
+    """Norm of heads, rotation and the write to the cache in one kernel; queries and keys change in place.
+
+    Where the backend does all of that within its own kernel, this kernel is not launched.
+    """
+
+    def __call__(self, run: ForwardPass, qkv: torch.Tensor, angles: Angles | None) -> torch.Tensor:
+        """As Attention."""
+        norm = self.norm
+        if not isinstance(norm, ProjectionNorm) and (angles is None or len(angles) == 2):
+            cos, sin = angles or (None, None)
+            rotation = HeadRotation(
+                cos=cos,
+                sin=sin,
+                norm_weight=None if norm is None else norm.weight,
+                norm_eps=0.0 if norm is None else norm.eps,
+                interleaved=self.interleaved,
+            )
+            out = run.attention.rotate_and_forward(self.layer, qkv, rotation, run.plan)
+            if out is not None:
+                return out.flatten(1)
+        return super().__call__(run, qkv, angles)
 
     def _project(
         self, run: ForwardPass, qkv: torch.Tensor, angles: Angles | None

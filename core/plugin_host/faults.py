@@ -29,6 +29,8 @@ INSTALL = "install what it needs in the Python environment that the engine runs 
 MAX_TEXT = 200
 """Characters of an exception's text, or of an answer, in the sentence about a fault; the traceback has all of them."""
 CORE = "engine.core."
+FORWARD_METHODS = ("forward", "forward_into", "rotate_and_forward")
+"""Methods of attention backends whose first argument is the number of a layer, which errors name."""
 
 
 @frozen
@@ -193,7 +195,7 @@ def _call_of(this: object, method: str, arguments: list[Any], layer: PluginCall 
     owner = getattr(_class(this), "plugin_owner", None)
     if not isinstance(owner, str):
         return None
-    numbered = method in ("forward", "forward_into") and len(arguments) > 1 and isinstance(arguments[1], int)
+    numbered = method in FORWARD_METHODS and len(arguments) > 1 and isinstance(arguments[1], int)
     return PluginCall(owner, f"{method}() of layer {arguments[1]}" if numbered else f"{method}()")
 
 

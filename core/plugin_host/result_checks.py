@@ -12,7 +12,7 @@ from attrs import evolve
 
 from engine.core.attention.pair import AttentionPair
 from engine.core.errors import StepFaultError
-from engine.core.plugin_host.faults import PluginCall
+from engine.core.plugin_host.faults import FORWARD_METHODS, PluginCall
 from engine.core.plugin_host.guard import owner_of
 
 if TYPE_CHECKING:
@@ -70,7 +70,19 @@ class ResultChecks:
         def forward_into(result: object, *arguments: object, **named: object) -> str | None:
             return None if result is None else f"{describe(result)}, which is ignored; write to `out` and return None"
 
-        return self._checked(cls, {"forward": forward, "forward_into": forward_into})
+        def rotate_and_forward(
+            result: object, layer: int, qkv: torch.Tensor, *others: object, **named: object
+        ) -> str | None:
+            if result is None:
+                return None
+            return tensor_error(result, (len(qkv), None, None), (_name(qkv.dtype),), qkv.device)
+
+        checks: dict[str, Check] = {
+            "forward": forward,
+            "forward_into": forward_into,
+            "rotate_and_forward": rotate_and_forward,
+        }
+        return self._checked(cls, checks)
 
     def speculator(self, cls: T, dtype: str) -> T:
         """A subclass of the class of a speculator on the device whose results are checked. dtype: of activations."""
@@ -124,7 +136,7 @@ def _checked_method(cls: type, name: str, owner: str, check: Check) -> Callable[
 
     @functools.wraps(original)
     def checked(self: Any, *arguments: Any, **named: Any) -> Any:
-        numbered = name.startswith("forward") and arguments and isinstance(arguments[0], int)
+        numbered = name in FORWARD_METHODS and arguments and isinstance(arguments[0], int)
         plugin_call = PluginCall(owner, f"{name}() of layer {arguments[0]}" if numbered else f"{name}()")
         result = original.__get__(self, type(self))(*arguments, **named)
         return _accept(result, plugin_call, check, arguments, named)

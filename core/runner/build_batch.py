@@ -132,4 +132,5 @@ def group_batch(
         context_lens_host=batch.context_lens_host,
         block_tables_host=block_tables_host,
         state_rows=batch.state_rows,
+        rows_share_sequences=batch.rows_share_sequences,
     )

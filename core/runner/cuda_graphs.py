@@ -81,6 +81,7 @@ class DecodeGraphs:
             max_len=max_len,
             fused=fused,
             windows=windows,
+            has_drafts=max_drafts > 0,
         )
         # Bound here, since each step reads them.
         self._rows, self._positions, self._tokens = batch.rows, batch.positions, batch.tokens

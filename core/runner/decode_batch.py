@@ -39,9 +39,11 @@ class DecodeBatch:
         max_len: int,
         fused: bool,
         windows: Sequence[int | None],
+        has_drafts: bool = False,
     ) -> None:
         """num_groups: of all cache groups. fused: begin and end a step by one Triton kernel each instead of PyTorch's
-        operations. windows: of each cache group with blocks."""
+        operations. windows: of each cache group with blocks. has_drafts: whether drafts may be rows of a step."""
+        self._has_drafts = has_drafts
         self._persistent_batch = persistent_batch
         self._sampling_table = table
         self._num_groups = num_groups
@@ -96,6 +98,7 @@ class DecodeBatch:
             context_lens_host=np.full(size, self._max_len, np.int32),
             block_tables_host=np.zeros((size, self._tables[0].shape[1]), np.int32),
             state_rows=self.rows[:size],
+            rows_share_sequences=self._has_drafts,
         )
         if self._num_groups > 1:
             batch.groups = tuple(

@@ -67,6 +67,9 @@ class _GraphBreak:
         self._calls.append(_AttentionCall(self._group, layer, *tensors))
         return out
 
+    def rotate_and_forward(self, layer: int, qkv: torch.Tensor, rotation: Any, plan: Any) -> None:
+        """Leave norm, rotation and the write to the cache to the segment before the break."""
+
 
 class PiecewiseGraphs:
     """Captures steps by their number of tokens, and replays them."""

@@ -29,6 +29,8 @@ from engine.ops.attention.common import add_sinks, as_type, capped, score_factor
 from engine.ops.attention.paged_decode_config import FLOAT8_MIN_M, MIN_M, DecodeConfig
 from engine.ops.attention.paged_decode_float8 import attend_float8
 from engine.ops.attention.paged_decode_merge import DecodeWorkspace, merge_parts, merge_size
+from engine.ops.attention.paged_decode_rotation import NewTokens, begin_sequence
+from engine.ops.attention.rope_and_cache import FLOAT8_MAX
 from engine.ops.common.launch import dependent_launch, prefetch_lines_where, release, wait
 
 MIN_PARTS = tl.constexpr(4)
@@ -57,6 +59,7 @@ def paged_decode(
     sinks: torch.Tensor | None = None,
     workspace: DecodeWorkspace,
     config: DecodeConfig,
+    new: NewTokens | None = None,
 ) -> None:
     """Compute attention for the first `num_sequences` rows of q into the same rows of out.
 
@@ -66,7 +69,10 @@ def paged_decode(
     context_lens: [sequences] int32, at least 1: number of positions that the query sees, its own (the last) included;
     tables and context_lens are read before the preceding kernel has ended: see ops/common/launch.py;
     value_scale: factor on the values;
-    sinks: [heads] float32, the score of one more key of each head, whose value is zero.
+    sinks: [heads] float32, the score of one more key of each head, whose value is zero;
+    new: q is the query heads of packed projections (rotate_and_write's `qkv`), which stay as they are: the kernel norms
+    and rotates heads, and writes the new keys and values to the cache, where `rotates_within_decode`. It reads older
+    positions before the preceding kernel has ended. No row may see a position that another row of the batch writes.
     """
     block_size, num_kv_heads, head_dim = keys.shape[1:]
     num_kv_heads, folded_dim = num_kv_heads // config.fold, head_dim * config.fold
@@ -95,6 +101,12 @@ def paged_decode(
         softcap or 0.0,
         window or 0,
         value_scale,
+        None if new is None else new.slots,
+        None if new is None else new.cos,
+        None if new is None else new.sin,
+        None if new is None else new.weight,
+        None if new is None else new.eps,
+        None if new is None else new.key_scale,
         KV_HEADS=num_kv_heads,
         GROUP_SIZE=group,
         FOLDED_DIM=folded_dim,
@@ -113,6 +125,9 @@ def paged_decode(
         MIN_TILES=config.min_tiles,
         START_TILES=config.start_tiles,
         FLOAT8=float8,
+        NEW=new is not None,
+        INTERLEAVED=new is not None and new.interleaved,
+        FLOAT8_MAX=FLOAT8_MAX if new is not None and keys.dtype == torch.float8_e4m3fn else 0.0,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **({"maxnreg": registers} if limited and q.is_cuda and torch.version.hip is None else {}),
@@ -150,6 +165,12 @@ def _decode_kernel(
     softcap,
     window,
     value_scale,
+    slots_ptr,
+    cos_ptr,
+    sin_ptr,
+    norm_ptr,
+    norm_eps,
+    key_scale,
     KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     FOLDED_DIM: tl.constexpr,
@@ -168,6 +189,9 @@ def _decode_kernel(
     MIN_TILES: tl.constexpr,
     START_TILES: tl.constexpr,
     FLOAT8: tl.constexpr,
+    NEW: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FLOAT8_MAX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # KV_HEADS, GROUP_SIZE and FOLDED_DIM describe folded heads: `head` stands for FOLD adjacent KV heads.
@@ -215,7 +239,7 @@ def _decode_kernel(
     # The last of those whose first tile precedes the end: before `first_sequence` if the range has only starts.
     begins = (tile_counts > 0) & (tile_ends - tile_counts + start_tiles < range_end)
     last_sequence = tl.sum(begins.to(tl.int32), 0) - 1
-    if PDL:  # noqa: SIM102 - a constant
+    if PDL and not NEW:  # noqa: SIM102 - a constant
         # While the preceding kernel ends. It may write to the cache: the L2 cache holds what it writes.
         if range_start < num_tiles:
             context_len = tl.load(context_lens_ptr + first_sequence)
@@ -225,8 +249,9 @@ def _decode_kernel(
                 first_tile + tl.maximum(range_start - tile_offset, 0), context_len, window, KV_HEADS, FOLDED_DIM,
                 BLOCK_SIZE, WINDOWED, BLOCK_N, BLOCK_D,
             )  # fmt: skip
-    wait(PDL)  # context_lens and block_tables may be read before: see ops/common/launch.py
-    release(PDL)
+    if not NEW:  # else begin_sequence waits
+        wait(PDL)  # context_lens and block_tables may be read before: see ops/common/launch.py
+        release(PDL)
     if range_start < num_tiles:
         offs_m = tl.arange(0, BLOCK_M)
         offs_d = tl.arange(0, BLOCK_D)
@@ -251,8 +276,17 @@ def _decode_kernel(
             start = tl.maximum(range_start - tile_offset, 0)
             stop = tl.minimum(range_end - tile_offset, tile_count)
 
-            offs_q = (head * GROUP_SIZE + offs_m[:, None]) * HEAD_DIM + q_dims[None, :]
-            q = tl.load(q_ptr + sequence * q_stride + offs_q, mask=q_mask, other=0.0)
+            seen_len, seen_window = context_len, window
+            if NEW:
+                # The loop does not read the last position, and starts before the preceding kernel has ended.
+                seen_len, seen_window = context_len - 1, window - 1
+                q = tl.zeros([BLOCK_M, BLOCK_D], q_ptr.dtype.element_ty)
+                HALF: tl.constexpr = HEAD_DIM // 2
+                row_cos = cos_ptr if cos_ptr is None else cos_ptr + sequence * HALF
+                row_sin = sin_ptr if sin_ptr is None else sin_ptr + sequence * HALF
+            else:
+                offs_q = (head * GROUP_SIZE + offs_m[:, None]) * HEAD_DIM + q_dims[None, :]
+                q = tl.load(q_ptr + sequence * q_stride + offs_q, mask=q_mask, other=0.0)
             if FLOAT8:
                 acc, m_i, l_i = attend_float8(
                     q, k_cache_ptr, v_cache_ptr, block_table_ptr, head, first_tile + start, first_tile + stop,
@@ -266,33 +300,39 @@ def _decode_kernel(
 
                 # Cache blocks are looked up one iteration early, so that loads of keys do not wait for the block table.
                 k_positions = (first_tile + start) * BLOCK_N + offs_n
-                block_ids = tl.load(
-                    block_table_ptr + k_positions // BLOCK_SIZE, mask=k_positions < context_len, other=0
-                )
+                block_ids = tl.load(block_table_ptr + k_positions // BLOCK_SIZE, mask=k_positions < seen_len, other=0)
                 for tile in range(first_tile + start, first_tile + stop):
                     k_positions = tile * BLOCK_N + offs_n
                     slots = block_ids.to(tl.int64) * BLOCK_SIZE + k_positions % BLOCK_SIZE
                     next_positions = k_positions + BLOCK_N
                     block_ids = tl.load(
-                        block_table_ptr + next_positions // BLOCK_SIZE, mask=next_positions < context_len, other=0
+                        block_table_ptr + next_positions // BLOCK_SIZE, mask=next_positions < seen_len, other=0
                     )
 
                     # Other slots may hold NaN, which a weight of 0 does not cancel.
-                    kv_mask = k_positions[:, None] < context_len
+                    kv_mask = k_positions[:, None] < seen_len
                     if WINDOWED:
-                        kv_mask = kv_mask & (k_positions[:, None] >= context_len - window)
+                        kv_mask = kv_mask & (k_positions[:, None] >= seen_len - seen_window)
                     if BLOCK_D != FOLDED_DIM:
                         kv_mask = kv_mask & (offs_d[None, :] < FOLDED_DIM)
                     at = slots[:, None] * (KV_HEADS * FOLDED_DIM) + offs_head
                     k = as_type(tl.load(k_cache_ptr + at, mask=kv_mask, other=0.0), q.dtype)
                     v = as_type(tl.load(v_cache_ptr + at, mask=kv_mask, other=0.0), q.dtype)
 
+                    if NEW:  # noqa: SIM102 - a constant
+                        if tile == first_tile + start:
+                            q, acc, m_i, l_i = begin_sequence(
+                                q_ptr + sequence * q_stride, k_cache_ptr, v_cache_ptr, slots_ptr + sequence, row_cos,
+                                row_sin, norm_ptr, norm_eps, key_scale, value_scale, head, stop == tile_count, scale,
+                                softcap, factor, KV_HEADS, GROUP_SIZE, FOLD, HEAD_DIM, BLOCK_M, INTERLEAVED, SOFTCAP,
+                                FLOAT8_MAX, PDL,
+                            )  # fmt: skip
                     qk = tl.dot(q, tl.trans(k), input_precision="ieee")
                     if SOFTCAP:
                         qk = capped(qk * scale, softcap)
-                    visible = k_positions < context_len
+                    visible = k_positions < seen_len
                     if WINDOWED:
-                        visible = visible & (k_positions >= context_len - window)
+                        visible = visible & (k_positions >= seen_len - seen_window)
                     qk = tl.where(visible[None, :], qk, float("-inf"))
 
                     # Every tile has a visible position, so m_new is finite.

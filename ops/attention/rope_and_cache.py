@@ -171,8 +171,8 @@ def _rotate_and_write_kernel(
     tl.store(row + first_dim, new_first.to(qkv.dtype.element_ty), mask=in_pair & rotated)
     tl.store(row + second_dim, new_second.to(qkv.dtype.element_ty), mask=in_pair & rotated)
     scale_of = tl.where(is_value, value_scale, key_scale)
-    new_first = _quantize(new_first, scale_of, FLOAT8_MAX).to(keys.dtype.element_ty)
-    new_second = _quantize(new_second, scale_of, FLOAT8_MAX).to(keys.dtype.element_ty)
+    new_first = quantize(new_first, scale_of, FLOAT8_MAX).to(keys.dtype.element_ty)
+    new_second = quantize(new_second, scale_of, FLOAT8_MAX).to(keys.dtype.element_ty)
     key_row = keys + slot * (KV_HEADS * DIM) + (start - HEADS * DIM)
     value_row = values + slot * (KV_HEADS * DIM) + (start - (HEADS + KV_HEADS) * DIM)
     tl.store(key_row + first_dim, new_first, mask=in_pair & is_key)
@@ -183,13 +183,13 @@ def _rotate_and_write_kernel(
         third = tl.where(rotated, third, rest_as_is.to(tl.float32))
         if HAS_NORM:
             tl.store(row + 2 * HALF + rest, third.to(qkv.dtype.element_ty), mask=in_rest & rotated)
-        third = _quantize(third, scale_of, FLOAT8_MAX).to(keys.dtype.element_ty)
+        third = quantize(third, scale_of, FLOAT8_MAX).to(keys.dtype.element_ty)
         tl.store(key_row + 2 * HALF + rest, third, mask=in_rest & is_key)
         tl.store(value_row + 2 * HALF + rest, third, mask=in_rest & is_value)
 
 
 @triton.jit
-def _quantize(x, scale, FLOAT8_MAX: tl.constexpr):
+def quantize(x, scale, FLOAT8_MAX: tl.constexpr):
     """x / scale, clamped to FLOAT8_MAX in magnitude, NaN if x is; x itself where FLOAT8_MAX is 0. scale: [heads, 1]."""
     if FLOAT8_MAX > 0.0:
         x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool
+from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, HeadRotation, KVPool
 from engine.core.device import DeviceInfo
 from engine.core.errors import ConfigError
 from engine.core.extras import install_command
@@ -97,6 +97,14 @@ class TritonAttention(AttentionBackend[TritonOptions, PagedPlan | LatentPlan]):
         out: torch.Tensor,
     ) -> None:
         self._kernels.attend(layer, q, plan, out)
+
+    def rotate_and_forward(
+        self, layer: int, qkv: torch.Tensor, rotation: HeadRotation, plan: PagedPlan | LatentPlan
+    ) -> torch.Tensor | None:
+        if isinstance(plan, LatentPlan):
+            return None
+        out: torch.Tensor | None = self._kernels.rotate_and_attend(layer, qkv, rotation, plan)
+        return out
 
 
 def _dotted(device: DeviceInfo) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
 
-from engine.core.attention import AttentionSpec, ForwardBatch, KVPool
+from engine.core.attention import AttentionSpec, ForwardBatch, HeadRotation, KVPool
 from engine.plugins.attention.triton_prefill import Float8Part, PrefillPart, PrefillPlanner, shared_memory
+
+if TYPE_CHECKING:
+    from engine.ops.attention.paged_decode_rotation import NewTokens
 
 
 @frozen
@@ -22,6 +25,8 @@ class PagedPlan:
     block_tables: torch.Tensor
     context_lens: torch.Tensor
     prefill: tuple[PrefillPart | Float8Part, ...]
+    slots: torch.Tensor | None
+    """Of the new tokens, if all sequences decode and none sees what another writes; else None."""
 
 
 class PagedKernels:
@@ -57,37 +62,71 @@ class PagedKernels:
             block_tables=batch.block_tables,
             context_lens=batch.context_lens,
             prefill=self.prefill.plan(batch) if batch.num_decodes < batch.num_sequences else (),
+            slots=(None if batch.rows_share_sequences or batch.num_decodes < batch.num_sequences else batch.slots),
         )
+
+    def rotate_and_attend(
+        self, layer: int, qkv: torch.Tensor, rotation: HeadRotation, plan: PagedPlan
+    ) -> torch.Tensor | None:
+        """See AttentionBackend.rotate_and_forward."""
+        from engine.ops.attention.paged_decode_rotation import NewTokens, rotates_within_decode
+
+        spec = self._spec
+        rotary_dim = None if rotation.cos is None else 2 * rotation.cos.shape[1]
+        heads, kv_dtype = (spec.num_heads, spec.num_kv_heads), self._pool.keys[layer].dtype
+        if plan.slots is None or not rotates_within_decode(
+            plan.decode_launch[0], heads, spec.head_dim, rotary_dim, kv_dtype
+        ):
+            return None
+        new = NewTokens(
+            slots=plan.slots,
+            cos=rotation.cos,
+            sin=rotation.sin,
+            weight=rotation.norm_weight,
+            eps=rotation.norm_eps,
+            key_scale=self._pool.scales[layer].key,
+            interleaved=rotation.interleaved,
+        )
+        out = torch.empty((len(qkv), spec.num_heads, spec.head_dim), dtype=qkv.dtype, device=qkv.device)
+        q = qkv.view(len(qkv), -1, spec.head_dim).narrow(1, 0, spec.num_heads)
+        self._decode(layer, q, plan, out, new)
+        return out
 
     def attend(self, layer: int, q: torch.Tensor, plan: PagedPlan, out: torch.Tensor) -> None:
         """Compute one layer. q, out: [tokens, heads, head_dim]."""
-        from engine.ops.attention.paged_decode import paged_decode
-
-        spec = self._spec
-        keys, values, scales = self._pool.keys[layer], self._pool.values[layer], self._pool.scales[layer]
         if plan.num_decodes:
-            config, workspace = plan.decode_launch
-            paged_decode(
-                q,
-                keys,
-                values,
-                plan.block_tables,
-                plan.context_lens,
-                out,
-                num_sequences=plan.num_decodes,
-                scale=spec.scale * scales.key,
-                softcap=spec.softcap,
-                window=spec.sliding_windows[layer],
-                value_scale=scales.value,
-                sinks=self._sinks[layer],
-                workspace=workspace,
-                config=config,
-            )
+            self._decode(layer, q, plan, out)
         for part in plan.prefill:
             if isinstance(part, Float8Part):
                 self._prefill_float8(layer, q, part, out)
             else:
                 self._prefill(layer, q, part, out)
+
+    def _decode(
+        self, layer: int, q: torch.Tensor, plan: PagedPlan, out: torch.Tensor, new: NewTokens | None = None
+    ) -> None:
+        """Compute the decoding sequences. new: how their projections, which q is then a part of, are rotated."""
+        from engine.ops.attention.paged_decode import paged_decode
+
+        spec, scales = self._spec, self._pool.scales[layer]
+        config, workspace = plan.decode_launch
+        paged_decode(
+            q,
+            self._pool.keys[layer],
+            self._pool.values[layer],
+            plan.block_tables,
+            plan.context_lens,
+            out,
+            num_sequences=plan.num_decodes,
+            scale=spec.scale * scales.key,
+            softcap=spec.softcap,
+            window=spec.sliding_windows[layer],
+            value_scale=scales.value,
+            sinks=self._sinks[layer],
+            workspace=workspace,
+            config=config,
+            new=new,
+        )
 
     def _prefill(self, layer: int, q: torch.Tensor, part: PrefillPart, out: torch.Tensor) -> None:
         """Compute sequences in the type of the activations."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attrs import frozen
 
-from engine.core.attention.base import AttentionBackend, AttentionSpec, GraphSlot
+from engine.core.attention.base import AttentionBackend, AttentionSpec, GraphSlot, HeadRotation
 from engine.core.attention.batch import ForwardBatch
 from engine.core.attention.kv_pool import KVPool
 from engine.core.attention.pair import AttentionPair, split_batch
@@ -148,6 +148,17 @@ def test_pair_passes_on_an_unmixed_batch_unchanged(decodes: int, prompts: tuple[
     assert graph is slot
     assert not other.planned
     assert all(given[0] is q for given in part.given)
+
+
+def test_pair_passes_projections_on_to_the_only_backend_of_a_batch() -> None:
+    pair = made()
+    rotation = HeadRotation(cos=None, sin=None)
+    for part, mark in ((pair._prefill, 1.0), (pair._decode, 2.0)):
+        part.rotate_and_forward = lambda layer, qkv, rotation, plan, mark=mark: qkv + mark
+    qkv = torch.zeros(9, 8)
+    assert pair.rotate_and_forward(0, qkv, rotation, pair.plan(batch_of(9, ()))).unique().tolist() == [2.0]
+    assert pair.rotate_and_forward(0, qkv, rotation, pair.plan(batch_of(0, (4, 5)))).unique().tolist() == [1.0]
+    assert pair.rotate_and_forward(0, qkv, rotation, pair.plan(batch_of(2, (3, 4)))) is None
 
 
 def test_split_batch_separates_decoding_and_prefilling_sequences() -> None:

@@ -281,7 +281,9 @@ def check_attention(spec: RotarySpec | None, make_norm: Any) -> None:
             pool=pool,
             plan=None,
             batch=SimpleNamespace(slots=torch.tensor([9, 2, 5], device=DEVICE)),
-            attention=SimpleNamespace(forward=lambda layer, q, k, v, plan: torch.cat((q, k, v), 1)),
+            attention=SimpleNamespace(
+                forward=lambda layer, q, k, v, plan: torch.cat((q, k, v), 1), rotate_and_forward=lambda *_: None
+            ),
         )
         positions = torch.tensor([0, 7, 300], device=DEVICE)
         out = attention(run, randn(3, 8 * 16), None if rotary is None else rotary.angles(positions))
@@ -320,11 +322,35 @@ def test_attention_quantizes_by_the_scales_of_its_layer(monkeypatch: pytest.Monk
         pool=pool,
         plan=None,
         batch=SimpleNamespace(slots=None),
-        attention=SimpleNamespace(forward=lambda layer, q, k, v, plan: q),
+        attention=SimpleNamespace(forward=lambda layer, q, k, v, plan: q, rotate_and_forward=lambda *_: None),
     )
     layers.attention(1, 4, 2, 16)(run, torch.zeros(3, 8 * 16), (None, None))
     assert calls[0][1:3] == ("K", "V")
     assert calls[0][-2:] == (0.5, 0.25)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_attention_leaves_norm_rotation_and_cache_to_a_backend_that_does_them(normed: bool) -> None:
+    layers = LayerFactory(dtype="float32", device=DEVICE, fused=True)
+    norm = layers.head_norm(NORMED, 16, 1e-6) if normed else None
+    if norm is not None:
+        norm.fill({name: torch.ones(16, device=DEVICE) for name in norm.tensors()})
+    calls: list[Any] = []
+
+    def rotate_and_forward(*arguments: Any) -> torch.Tensor:
+        calls.append(arguments)
+        return torch.full((3, 4, 16), 7.0)
+
+    run = SimpleNamespace(plan="plan", attention=SimpleNamespace(rotate_and_forward=rotate_and_forward))
+    qkv, cos, sin = torch.zeros(3, 8 * 16), torch.zeros(3, 8), torch.ones(3, 8)
+    out = layers.attention(1, 4, 2, 16, norm, interleaved=True)(run, qkv, (cos, sin))
+    assert torch.equal(out, torch.full((3, 64), 7.0))
+    [(layer, given, rotation, plan)] = calls
+    assert (layer, plan, rotation.interleaved) == (1, "plan", True)
+    assert given is qkv
+    assert (rotation.cos is cos, rotation.sin is sin) == (True, True)
+    assert rotation.norm_weight is (None if norm is None else norm.weight)
+    assert rotation.norm_eps == (1e-6 if normed else 0.0)
 
 
 def test_choice_is_for_all_layers_of_a_shape_and_all_rows_of_its_class() -> None:

@@ -32,17 +32,17 @@ def test_decode_configs_fit_a_multiprocessor(head_dim: int, itemsize: int, share
 def test_decode_configs_equal_the_presets_with_the_shared_memory_of_an_h200() -> None:
     """228 KB per multiprocessor, heads of 128."""
     assert [attrs.astuple(config) for _, config in decode_configs(128, 2, 233472, (32, 8))] == [
-        (32, 4, 4, 1, 1, 2, 1, 0),
-        (64, 4, 4, 2, 1, 4, 1, 2),
-        (64, 2, 2, 4, 1, 2, 1, 1),
-        (16, 1, 3, 8, 1, 16, 1, 1),
+        (32, 4, 4, 1, 1, 2, 1, 0, False),
+        (64, 4, 4, 2, 1, 4, 1, 2, False),
+        (64, 2, 2, 4, 1, 2, 1, 1, False),
+        (16, 1, 3, 8, 1, 16, 1, 1, False),
     ]
     assert [attrs.astuple(config) for _, config in decode_configs(128, 1, 233472, (32, 8))] == [
-        (128, 4, 3, 2, 1, 2, 2, 2),
-        (64, 2, 3, 4, 1, 4, 1, 1),
-        (32, 1, 2, 8, 2, 2, 1, 1),
+        (128, 4, 3, 2, 1, 2, 2, 2, False),
+        (64, 2, 3, 4, 1, 4, 1, 1, False),
+        (32, 1, 2, 8, 2, 2, 1, 1, False),
     ]
-    assert attrs.astuple(decode_configs(128, 1, 233472, (64, 8))[-1][1]) == (64, 1, 2, 8, 1, 2, 1, 1)
+    assert attrs.astuple(decode_configs(128, 1, 233472, (64, 8))[-1][1]) == (64, 1, 2, 8, 1, 2, 1, 1, False)
 
 
 def test_decode_configs_of_small_results_have_small_programs_from_fewer_sequences_on() -> None:
@@ -137,11 +137,11 @@ def test_decode_configs_count_pairs_of_sequences_and_kv_heads(dim: int, kv_heads
 def test_decode_configs_of_narrow_heads_fold_kv_heads_of_large_batches() -> None:
     """Heads of 64 in 16 bits, on an H200."""
     assert [attrs.astuple(config) for _, config in decode_configs(64, 2, 233472, (32, 8))] == [
-        (64, 4, 4, 1, 1, 2, 1, 0),
-        (128, 4, 4, 2, 1, 2, 1, 0),
-        (64, 4, 4, 3, 1, 5, 1, 1),
-        (64, 4, 4, 3, 1, 10, 1, 1),
-        (16, 1, 3, 8, 2, 16, 1, 1),
+        (64, 4, 4, 1, 1, 2, 1, 0, True),
+        (128, 4, 4, 2, 1, 2, 1, 0, False),
+        (64, 4, 4, 3, 1, 5, 1, 1, False),
+        (64, 4, 4, 3, 1, 10, 1, 1, False),
+        (16, 1, 3, 8, 2, 16, 1, 1, False),
     ]
     assert {config.fold for _, config in decode_configs(64, 2, 233472, (18, 3))} == {1}
     assert {config.fold for _, config in decode_configs(64, 2, 233472, (72, 8))} == {1}
@@ -154,3 +154,16 @@ def test_merge_size_takes_at_most_half_of_the_registers(programs: int) -> None:
         count = merge_size(4, dim, config)
         assert count == 1 or count * 4 * dim <= 128 * config.max_registers() // 2
     assert merge_size(1, 16, config) == 16
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "rotates"),
+    [((16, 8), 128, True), ((4, 1), 128, True), ((16, 8), 64, True), ((32, 8), 128, False), ((8, 4), 256, False)],
+)
+def test_decode_of_one_sequence_rotates_where_that_is_faster(
+    heads: tuple[int, int], head_dim: int, rotates: bool
+) -> None:
+    (_, first), *others = decode_configs(head_dim, 2, 233472, heads)
+    assert first.rotates == rotates
+    assert not any(config.rotates for _, config in others)
+    assert not any(config.rotates for _, config in decode_configs(head_dim, 1, 233472, heads))
