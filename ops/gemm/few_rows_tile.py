@@ -19,6 +19,9 @@ MAX_REGISTERS = 255
 """Registers of a thread."""
 TILE_ROWS = 16
 """Rows of W of the smallest tile."""
+MIN_SIDE = 1024
+"""Up to this many rows of W or inputs, and SMALL_BYTES of weights, other kernels are faster at one row."""
+SMALL_BYTES = 2**23
 LONG_INPUTS = 24
 """With more blocks of inputs than this, eight warps divide them."""
 
@@ -53,6 +56,12 @@ class FewRowsTile:
         """Launch grid for this number of rows of W."""
         assert rows <= MAX_FEW_ROWS, f"{rows} rows of x; at most {MAX_FEW_ROWS}"
         return (-(-weight_rows // self.rows),)
+
+
+def suits_few_rows(shape: WeightOnlyShape, rows: int) -> bool:
+    """Whether the kernel is the fastest for a shape that PersistentTile supports."""
+    is_small = min(shape.weight_rows, shape.inputs) <= MIN_SIDE and shape.weight_bytes <= SMALL_BYTES
+    return rows <= MAX_FEW_ROWS and not (rows == 1 and is_small)
 
 
 def few_rows_tile(shape: WeightOnlyShape, sms: int) -> FewRowsTile:

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from attrs import evolve, frozen
 
-from engine.ops.gemm.few_rows_tile import MAX_FEW_ROWS, FewRowsTile, few_rows_tile
+from engine.ops.gemm.few_rows_tile import FewRowsTile, few_rows_tile, suits_few_rows
 from engine.ops.gemm.packed_layout import SPANS, WeightLayout
 from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, MAX_POLLED_SUMS, MAX_SPLIT_TILES, Workspace
 
@@ -283,7 +283,7 @@ def default_tile(shape: WeightOnlyShape, rows: int, sms: int, shared: int, *, wg
     it.
     """
     is_persistent = wgmma and PersistentTile.supports(shape)
-    if is_persistent and rows <= MAX_FEW_ROWS:
+    if is_persistent and suits_few_rows(shape, rows):
         return few_rows_tile(shape, sms)
     if rows == 1 and _suits_vector(shape, sms):
         return _vector(shape, sms)

@@ -92,6 +92,8 @@ def shape_of(outputs: int, inputs: int, group: int = 128, *, is_gated: bool = Fa
     ("shape", "rows", "wgmma"),
     [
         (shape_of(4096, 4096), 9, True),
+        (shape_of(1024, 2048), 1, True),
+        (shape_of(6144, 1024, is_gated=True), 1, True),
         (shape_of(4096, 4096), 1, False),
         (shape_of(4096, 4096, 32), 1, True),
         (shape_of(4096, 4092), 1, True),
@@ -108,7 +110,7 @@ def test_other_kernels_serve_what_few_rows_tiles_do_not_support(shape: Any, rows
 @pytest.mark.parametrize("inputs", [64, 1024, 4096, 5120, 17408])
 def test_default_tiles_have_registers_for_their_loads(outputs: int, inputs: int) -> None:
     for is_gated in (False, True):
-        tile = default_tile(shape_of(outputs, inputs, is_gated=is_gated), 1, SMS, HOPPER, wgmma=True)
+        tile = default_tile(shape_of(outputs, inputs, is_gated=is_gated), 2, SMS, HOPPER, wgmma=True)
         assert isinstance(tile, FewRowsTile)
         assert tile.registers * tile.warps * 32 * tile.programs <= 65536
         loaded = tile.rows * tile.ahead + 4 * tile.x_ahead  # words of W and of x per thread
