@@ -21,13 +21,14 @@ from models import LINEARS
 from triton.errors import TritonError
 
 from engine.core.autotune import GraphTimer
-from engine.ops.common.launch import num_sms, shared_memory
+from engine.ops.common.launch import has_wgmma, num_sms, shared_memory
 from engine.ops.gemm.packed_layout import GroupedLayout, PackedMatrix, W8Layout, WeightLayout
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.ops.gemm.weight_only_tiles import (
     FINE_TILE,
     PREFETCHED_BLOCKS,
     UNMEASURED_MAX_ROWS,
+    GemmTile,
     WeightOnlyShape,
     WeightOnlyTile,
     WeightOnlyVectorTile,
@@ -54,7 +55,7 @@ PROGRAMS_PER_SM = (1, 2, 3, 4)
 """Of FINE_TILE, at most."""
 BEST = 4
 
-Chosen = Mapping[str, WeightOnlyTile | WeightOnlyVectorTile]
+Chosen = Mapping[str, GemmTile]
 
 
 class Chain:
@@ -93,15 +94,16 @@ class Chain:
             gated=name == "gate_up", weight_rows=rows, inputs=inputs, layout=self.layout, dtype=DTYPE
         )
 
-    def default(self, name: str, rows: int) -> WeightOnlyTile | WeightOnlyVectorTile:
+    def default(self, name: str, rows: int) -> GemmTile:
         """The engine's default tile."""
-        tile = default_tile(self.gemm_shape(name), rows, num_sms(self.device), shared_memory(self.device))
+        sms, shared = num_sms(self.device), shared_memory(self.device)
+        tile = default_tile(self.gemm_shape(name), rows, sms, shared, wgmma=has_wgmma(self.device))
         assert tile is not None, "few rows are not left to the library"
         return tile
 
-    def tiles(self, name: str, rows: int) -> list[WeightOnlyTile | WeightOnlyVectorTile]:
+    def tiles(self, name: str, rows: int) -> list[GemmTile]:
         """Tiles to try for a layer, the default first."""
-        found: list[WeightOnlyTile | WeightOnlyVectorTile] = [self.default(name, rows)]
+        found: list[GemmTile] = [self.default(name, rows)]
         if rows == 1:
             found += [WeightOnlyVectorTile(rows=count, blocks=blocks, warps=warps) for count, blocks, warps in VECTORS]
         for count, warps, stages in MATRICES:

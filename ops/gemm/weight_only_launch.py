@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 import triton.language as tl
+from triton.experimental.gluon import language as gl
 
 from engine.ops.activation.act_and_mul import act_and_mul
 from engine.ops.common.launch import dependent_launch, has_wgmma, num_sms, shared_memory
@@ -14,14 +15,17 @@ from engine.ops.gemm import (
     persistent_w4a16_launch,
     skinny,
     unpack_weights,
+    w4a16_few_rows,
     weight_only,
     weight_only_vector,
 )
+from engine.ops.gemm.few_rows_tile import FewRowsTile
 from engine.ops.gemm.packed_layout import PackedMatrix
 from engine.ops.gemm.persistent_w4a16_launch import StreamKWorkspace
 from engine.ops.gemm.skinny_launch import Workspace, gated_epilogue
 from engine.ops.gemm.weight_only_tiles import (
     ROW_CLASSES,
+    GemmTile,
     PersistentTile,
     Tile,
     WeightOnlyShape,
@@ -120,7 +124,7 @@ class WeightOnlyMatmul:
         matrix: PackedMatrix,
         bias: torch.Tensor | None,
         gated: bool,
-        tile: WeightOnlyTile | WeightOnlyVectorTile | PersistentTile,
+        tile: GemmTile,
         activation: str = "silu",
     ) -> torch.Tensor:
         """As `__call__`, by a given tile."""
@@ -145,7 +149,7 @@ class WeightOnlyMatmul:
         matrix: PackedMatrix,
         bias: torch.Tensor | None,
         gated: bool,
-        tile: WeightOnlyTile | WeightOnlyVectorTile | PersistentTile,
+        tile: GemmTile,
         activation: str = "silu",
     ) -> None:
         """Compile what `multiply_by_tile` would launch, as the active triton.AsyncCompileMode says."""
@@ -199,10 +203,12 @@ class WeightOnlyMatmul:
         matrix: PackedMatrix,
         bias: torch.Tensor | None,
         gated: bool,
-        tile: WeightOnlyTile | WeightOnlyVectorTile,
+        tile: WeightOnlyTile | WeightOnlyVectorTile | FewRowsTile,
         activation: str,
     ) -> tuple[JITFunction[Any], tuple[object, ...], dict[str, object]]:
         """A tile's kernel, its arguments and its constexprs."""
+        if isinstance(tile, FewRowsTile):
+            return self._launch_few_rows(out, x, matrix, bias, gated, tile, activation)
         rows, inputs = x.shape
         tensors = (out, x, matrix.packed, _as_read(matrix), matrix.packed if bias is None else bias)
         sizes = (rows, _outputs(matrix, gated), inputs, *_strides(matrix))
@@ -227,6 +233,37 @@ class WeightOnlyMatmul:
         }
         scratch = (self.workspace.partials, self.workspace.arrivals, self.workspace.polled_sums)
         return weight_only.matmul_kernel, (*tensors, *scratch, *sizes), constants
+
+    def _launch_few_rows(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        matrix: PackedMatrix,
+        bias: torch.Tensor | None,
+        gated: bool,
+        tile: FewRowsTile,
+        activation: str,
+    ) -> tuple[JITFunction[Any], tuple[object, ...], dict[str, object]]:
+        """As `_launch`, of the kernel for few rows."""
+        rows, inputs = x.shape
+        words = matrix.packed.view(torch.int32)
+        tensors = (out, x.view(torch.int32), words, _as_read(matrix), out if bias is None else bias)
+        constants = {
+            "TILE": tile.rows,
+            "AHEAD": tile.ahead,
+            "X_AHEAD": tile.x_ahead,
+            "GROUPS": matrix.layout.groups,
+            "SCALE_DTYPE": gl.float16 if matrix.scales.dtype == torch.float16 else gl.bfloat16,
+            "POWER": matrix.layout.power(x.dtype),
+            "ZERO_POINTS": matrix.zeros,
+            "WHOLE_BLOCKS": inputs % matrix.layout.block == 0,
+            "EPILOGUE": gated_epilogue(activation) if gated else skinny.PLAIN.value,
+            "BIAS": bias is not None,
+            "num_warps": tile.warps,
+            "maxnreg": tile.registers,
+            **self._dependent,
+        }
+        return w4a16_few_rows.matmul_kernel, (*tensors, rows, matrix.rows, inputs, len(words)), constants
 
     def _constants(self, matrix: PackedMatrix, dtype: torch.dtype) -> dict[str, object]:
         """Constexprs that follow from the matrix and x's dtype."""

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from attrs import evolve, frozen
 
+from engine.ops.gemm.few_rows_tile import FewRowsTile, few_rows_tile, suits_few_rows
 from engine.ops.gemm.packed_layout import SPANS, WeightLayout
 from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, MAX_POLLED_SUMS, MAX_SPLIT_TILES, Workspace
 
@@ -214,7 +215,8 @@ class PersistentTile:
 
 
 MeasuredTile = WeightOnlyTile | PersistentTile | None
-Tile = WeightOnlyVectorTile | MeasuredTile
+GemmTile = WeightOnlyTile | WeightOnlyVectorTile | FewRowsTile | PersistentTile
+Tile = GemmTile | None
 """How a number of rows is multiplied. None: the matrix is dequantized and multiplied by cuBLAS."""
 
 TILES = {
@@ -269,7 +271,6 @@ reads."""
 BUSY_WARPS = 5
 """Minimum warps per multiprocessor that splitting aims for."""
 
-
 PERSISTENT_ROWS = (65, 512)
 """From how many, and up to how many, rows of x a PersistentTile is the default on GPUs with wgmma: faster than other
 tiles at 128 and 256 rows for all linear layers of Llama-3.1-8B on an H200, and at 512 for the two measured."""
@@ -281,9 +282,12 @@ def default_tile(shape: WeightOnlyShape, rows: int, sms: int, shared: int, *, wg
     rows: of x. sms: multiprocessors of the GPU. shared: bytes of shared memory per program. wgmma: whether the GPU has
     it.
     """
+    is_persistent = wgmma and PersistentTile.supports(shape)
+    if is_persistent and suits_few_rows(shape, rows):
+        return few_rows_tile(shape, sms)
     if rows == 1 and _suits_vector(shape, sms):
         return _vector(shape, sms)
-    if wgmma and PersistentTile.supports(shape) and PERSISTENT_ROWS[0] <= rows <= PERSISTENT_ROWS[1]:
+    if is_persistent and PERSISTENT_ROWS[0] <= rows <= PERSISTENT_ROWS[1]:
         return PersistentTile(columns=128 if rows <= 128 else 256)
     return tensor_core_tile(shape, rows, sms, shared)
 

@@ -1,0 +1,209 @@
+"""The W4A16 kernel for few rows: machine code, choice of tiles, and results next to float64."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from engine.core.layers import gelu_tanh_and_mul
+from engine.ops.gemm.few_rows_tile import FewRowsTile
+from engine.ops.gemm.packed_layout import GroupedLayout, W8Layout
+from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
+from engine.ops.gemm.weight_only_tiles import WeightOnlyShape, default_tile
+
+from .test_weight_only import HOPPER, LLAMA, Operands, check, gated, linear
+
+SMS = 132
+TILES = [
+    FewRowsTile(rows=rows, warps=warps, ahead=ahead, x_ahead=x_ahead, programs=programs)
+    for rows, warps, ahead, x_ahead, programs in (
+        (16, 4, 4, 0, 3),
+        (16, 8, 1, 4, 2),
+        (32, 2, 1, 2, 8),
+        (16, 1, 1, 2, 8),
+        (64, 2, 1, 4, 4),
+        (32, 4, 2, 0, 2),
+    )
+]
+COMPILE = """
+import json
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from engine.ops.gemm.few_rows_tile import FewRowsTile
+from engine.ops.gemm.skinny import GATED, PLAIN
+from engine.ops.gemm.w4a16_few_rows import matmul_kernel as kernel
+
+def compiled(tile, gated, zeros, half):
+    constants = {
+        "TILE": tile.rows, "AHEAD": tile.ahead, "X_AHEAD": tile.x_ahead, "GROUPS": 2, "SCALE_DTYPE": gl.float16,
+        "POWER": 1024 if half else 128, "ZERO_POINTS": zeros, "WHOLE_BLOCKS": True,
+        "EPILOGUE": (GATED if gated else PLAIN).value, "BIAS": False, "PDL": True,
+    }
+    kind = "*fp16" if half else "*bf16"
+    types = {"out": kind, "x": "*i32", "packed": "*i32", "scales": "*i32", "bias": kind}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in [*types, "weight_rows", "inputs"]}
+    source = GluonASTSource(kernel, signature, values, attributes)
+    options = {"num_warps": tile.warps, "launch_pdl": True, "maxnreg": tile.registers}
+    return triton.compile(source, GPUTarget("cuda", 90, 32), options).asm["sass"]
+
+tiles = [
+    (FewRowsTile(rows=16, warps=4, ahead=4, x_ahead=0, programs=3), False, False, False),
+    (FewRowsTile(rows=16, warps=8, ahead=1, x_ahead=4, programs=2), False, True, False),
+    (FewRowsTile(rows=32, warps=2, ahead=1, x_ahead=2, programs=8), True, False, True),
+]
+print(json.dumps([[tile.rows * tile.ahead, compiled(tile, *kind)] for tile, *kind in tiles]))
+"""
+
+
+def test_weights_go_from_memory_to_products_in_registers() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for rows, sass in json.loads(done.stdout):
+        lines = sass.splitlines()
+        products = [number for number, line in enumerate(lines) if "HMMA" in line]
+        loop = lines[products[0] : products[-1] + 1]
+        assert len(products) == rows  # 16 rows of W and a block of 256 inputs take 16 products
+        pairs = rows * 256 // 64
+        assert sum("HFMA2" in line for line in lines) < 1.05 * pairs + 8
+        assert sum(bool(re.search(r"\b(LOP3|SHF|PRMT)\b", line)) for line in loop) < 1.5 * pairs
+        assert not any(re.search(r"\b(LDS|STS|SHFL|BAR)\b", line) for line in loop)
+        assert sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in loop) < 0.02 * len(loop)
+
+
+def shape_of(outputs: int, inputs: int, group: int = 128, *, is_gated: bool = False) -> WeightOnlyShape:
+    return WeightOnlyShape(gated=is_gated, weight_rows=outputs, inputs=inputs, layout=GroupedLayout.choose(4, group))
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "wgmma"),
+    [
+        (shape_of(4096, 4096), 9, True),
+        (shape_of(1024, 2048), 1, True),
+        (shape_of(6144, 1024, is_gated=True), 1, True),
+        (shape_of(4096, 4096), 1, False),
+        (shape_of(4096, 4096, 32), 1, True),
+        (shape_of(4096, 4092), 1, True),
+        (evolve(shape_of(4096, 4096), layout=GroupedLayout.choose(8, 128)), 1, True),
+        (evolve(shape_of(4096, 4096), layout=W8Layout(dtype="int8")), 1, True),
+    ],
+    ids=str,
+)
+def test_other_kernels_serve_what_few_rows_tiles_do_not_support(shape: Any, rows: int, wgmma: bool) -> None:
+    assert not isinstance(default_tile(shape, rows, SMS, HOPPER, wgmma=wgmma), FewRowsTile)
+
+
+@pytest.mark.parametrize("outputs", [16, 1024, 4096, 6144, 7168, 28672, 34816, 128256])
+@pytest.mark.parametrize("inputs", [64, 1024, 4096, 5120, 17408])
+def test_default_tiles_have_registers_for_their_loads(outputs: int, inputs: int) -> None:
+    for is_gated in (False, True):
+        tile = default_tile(shape_of(outputs, inputs, is_gated=is_gated), 2, SMS, HOPPER, wgmma=True)
+        assert isinstance(tile, FewRowsTile)
+        assert tile.registers * tile.warps * 32 * tile.programs <= 65536
+        loaded = tile.rows * tile.ahead + 4 * tile.x_ahead  # words of W and of x per thread
+        assert loaded < tile.registers / 2
+
+
+def test_default_tiles_run_at_the_same_time() -> None:
+    for outputs, inputs, is_gated in (
+        (6144, 4096, False),
+        (4096, 4096, False),
+        (28672, 4096, True),
+        (4096, 14336, False),
+        (7168, 5120, False),
+        (5120, 17408, False),
+        (6144, 2560, False),
+    ):
+        shape = shape_of(outputs, inputs, is_gated=is_gated)
+        for rows in (1, 8):
+            tile: Any = default_tile(shape, rows, SMS, HOPPER, wgmma=True)
+            assert tile.grid(outputs, rows)[0] <= tile.programs * SMS
+
+
+@pytest.fixture
+def multiplier(hopper: torch.device) -> Any:
+    return WeightOnlyMatmul(hopper)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group_size", [64, 128, 256, -1])
+def test_each_layout_equals_float64(
+    multiplier: Any, hopper: torch.device, group_size: int, kind: torch.dtype, zeros: bool, tile: Any
+) -> None:
+    scale_kind = torch.bfloat16 if group_size == 128 else torch.float16
+    operands = Operands(5, 64, 2304, group_size, hopper, kind, zeros=zeros, scale_dtype=scale_kind)
+    check(multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, tile), linear(operands))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 256), (33, 64), (100, 576), (66, 832), (40, 4160)])
+def test_sizes_that_are_no_multiples_of_a_tile(
+    multiplier: Any, hopper: torch.device, outputs: int, inputs: int, tile: Any
+) -> None:
+    operands = Operands(3, outputs, inputs, 64, hopper, torch.bfloat16)
+    bias = torch.randn(outputs, device=hopper).to(torch.bfloat16)
+    check(multiplier.multiply_by_tile(operands.x, operands.matrix, bias, False, tile), linear(operands, bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 7, 8])
+def test_numbers_of_rows(multiplier: Any, hopper: torch.device, rows: int, tile: Any) -> None:
+    operands = Operands(rows, 96, 1024, 128, hopper, torch.bfloat16, zeros=False)
+    check(multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, tile), linear(operands))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize(("outputs", "biased"), [(64, False), (80, True), (24, True)])
+def test_gated_products_equal_float64(
+    multiplier: Any, hopper: torch.device, outputs: int, biased: bool, tile: Any
+) -> None:
+    operands = Operands(6, outputs, 1536, 64, hopper, torch.bfloat16)
+    bias = torch.randn(outputs, device=hopper).to(torch.bfloat16) if biased else None
+    check(multiplier.multiply_by_tile(operands.x, operands.matrix, bias, True, tile), gated(operands, bias))
+    found = multiplier.multiply_by_tile(operands.x, operands.matrix, bias, True, tile, "gelu_tanh")
+    check(found, gelu_tanh_and_mul(linear(operands, bias)))
+
+
+@pytest.mark.gpu
+def test_each_weight_is_exact(multiplier: Any, hopper: torch.device) -> None:
+    """Products of one input are weights, which bfloat16 and float16 hold exactly here."""
+    for kind in (torch.bfloat16, torch.float16):
+        for zeros in (False, True):
+            operands = Operands(8, 64, 256, 128, hopper, kind, zeros=zeros)
+            for first in range(0, 256, 64):
+                x = torch.zeros(8, 256, dtype=kind, device=hopper)
+                x[torch.arange(8), first + torch.arange(8) * 8] = 1
+                found = multiplier.multiply_by_tile(x, operands.matrix, None, False, TILES[0])
+                exact = (x.double() @ operands.weight.T).to(kind)
+                torch.testing.assert_close(found, exact, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize(("outputs", "inputs"), LLAMA)
+def test_default_tiles_equal_float64_at_real_sizes(
+    multiplier: Any, hopper: torch.device, outputs: int, inputs: int, rows: int, kind: torch.dtype
+) -> None:
+    operands = Operands(rows, outputs, inputs, 128, hopper, kind, zeros=False)
+    check(multiplier(operands.x, operands.matrix), linear(operands))
+    check(multiplier(operands.x, operands.matrix, gated=True), gated(operands))
