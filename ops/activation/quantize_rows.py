@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from attrs import field, frozen
 
-from engine.ops.common.launch import dependent_launch, release, wait
+from engine.ops.common.launch import dependent_launch_of_rows, release, wait
 from engine.ops.common.limits import max_quantized
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def launch_by_rows(
             **scaling.constants,
             num_warps=row_warps(rows, inputs),
             **constants,
-            **dependent_launch(x.device),
+            **dependent_launch_of_rows(x.device, rows),
         )
     return quantized, scales
 

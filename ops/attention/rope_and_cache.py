@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.common.launch import dependent_launch, release, wait
+from engine.ops.common.launch import dependent_launch, dependent_launch_of_rows, release, wait
 
 FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 MAX_HEADS, WARPS = 8, 2
@@ -252,7 +252,7 @@ def rotate_and_write(
         FLOAT8_MAX=FLOAT8_MAX if is_float8 else 0.0,
         MANY=many,
         num_warps=WARPS_MANY_TOKENS if many else WARPS,
-        **dependent_launch(qkv.device),
+        **dependent_launch_of_rows(qkv.device, tokens),
     )
 
 

@@ -65,6 +65,19 @@ def dependent_launch(device: torch.device) -> Mapping[str, bool]:
     return {"PDL": True, "launch_pdl": True} if has_capability(device, (9, 0)) else {"PDL": False}
 
 
+MANY_ROWS = 1024
+"""With more rows than this, kernels that read and write each row once are launched after the preceding kernel."""
+
+
+def dependent_launch_of_rows(device: torch.device, rows: int) -> Mapping[str, bool]:
+    """As `dependent_launch`, but off for many rows; for kernels that read and write each row once.
+
+    Such a kernel takes so long that an early start gains nothing, and waiting programs of the next kernel take the room
+    of its own programs.
+    """
+    return dependent_launch(device) if rows <= MANY_ROWS else {"PDL": False}
+
+
 @cache
 def has_wgmma(device: torch.device) -> bool:
     """Whether a GPU has wgmma, Hopper's matrix instruction, which older and newer GPUs lack."""

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.common.launch import dependent_launch, release, wait
+from engine.ops.common.launch import dependent_launch_of_rows, release, wait
 
 MAX_SINGLE_ROWS = 512
 """Up to this many rows, each program computes one row, so that all of a GPU has work."""
@@ -90,7 +90,7 @@ def add_rms_norm(
         ROWS=per_program,
         HAS_RESIDUAL=residual is not None,
         num_warps=warps,
-        **dependent_launch(x.device),
+        **dependent_launch_of_rows(x.device, rows),
     )
     return out, total
 

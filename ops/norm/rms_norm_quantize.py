@@ -18,7 +18,7 @@ from engine.ops.activation.quantize_rows import (
     scale_or_nan,
     to_quantized,
 )
-from engine.ops.common.launch import dependent_launch, release, wait
+from engine.ops.common.launch import dependent_launch_of_rows, release, wait
 from engine.ops.common.limits import max_quantized
 from engine.ops.norm.rms_norm import add_norm, norm_tile
 
@@ -126,6 +126,6 @@ def add_rms_norm_quantize(
             STATIC_SCALE=scale is not None,
             **scaling.constants,
             num_warps=warps,
-            **dependent_launch(x.device),
+            **dependent_launch_of_rows(x.device, rows),
         )
     return codes, scales, total

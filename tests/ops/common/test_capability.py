@@ -75,3 +75,13 @@ def test_a_rocm_gpu_has_no_feature_of_hopper(gpu: Any) -> None:
 def test_block_scaled_library_needs_a_new_cuda(gpu: Any) -> None:
     gpu((9, 0), cuda="12.8")
     assert not w8a8_matmul.has_block_scaled_mm(GPU)
+
+
+def test_kernels_of_many_rows_are_not_launched_early(gpu: Any) -> None:
+    gpu((9, 0))
+    assert launch.dependent_launch_of_rows(GPU, launch.MANY_ROWS) == {"PDL": True, "launch_pdl": True}
+    assert launch.dependent_launch_of_rows(GPU, launch.MANY_ROWS + 1) == {"PDL": False}
+    gpu((8, 0))
+    launch.dependent_launch.cache_clear()
+    launch.has_capability.cache_clear()
+    assert launch.dependent_launch_of_rows(GPU, 1) == {"PDL": False}
