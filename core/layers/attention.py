@@ -25,9 +25,10 @@ class Attention:
         norm: HeadNorm | ProjectionNorm | None = None,
         *,
         interleaved: bool = False,
+        ranks: int = 1,
     ) -> None:
         """Numbers of heads are this rank's. norm: of the heads of queries and keys, before the rotary embedding.
-        interleaved: as in RotarySpec.
+        interleaved: as in RotarySpec. ranks: number of ranks that share the model's heads.
         """
         self.layer = layer
         self.num_heads = num_heads
@@ -35,6 +36,7 @@ class Attention:
         self.head_dim = head_dim
         self.norm = norm
         self.interleaved = interleaved
+        self.ranks = ranks
 
     def __call__(self, run: ForwardPass, qkv: torch.Tensor, angles: Angles | None) -> torch.Tensor:
         """Write keys and values to the KV cache and attend. Returns [tokens, heads * head_dim].

@@ -66,7 +66,9 @@ class AttentionLayers:
             self._layers.append(reader)
             self.sinks.append(reader)
         group, index = self.cache_place(layer)
-        attention = self._classes.attention(index, num_heads, num_kv_heads, head_dim, norm, interleaved=interleaved)
+        attention = self._classes.attention(
+            index, num_heads, num_kv_heads, head_dim, norm, interleaved=interleaved, ranks=self._ranks
+        )
         made = attention if self._cache is None else GroupedAttention(attention, group)
         self.made[layer] = name, made
         return made

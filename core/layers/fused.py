@@ -107,7 +107,8 @@ class FusedAttention(Attention):
     def __call__(self, run: ForwardPass, qkv: torch.Tensor, angles: Angles | None) -> torch.Tensor:
         """As Attention."""
         norm = self.norm
-        if not isinstance(norm, ProjectionNorm) and (angles is None or len(angles) == 2):
+        # A rank's projections are large next to its heads, and behind large projections separate kernels are faster.
+        if self.ranks == 1 and not isinstance(norm, ProjectionNorm) and (angles is None or len(angles) == 2):
             cos, sin = angles or (None, None)
             rotation = HeadRotation(
                 cos=cos,

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 MAX_FEW_ROWS = 8
 """Rows of x, at most."""
-
+MAX_CHOSEN_ROWS = 4
+"""Rows of x up to which the kernel is chosen. With more it is slower in whole decode steps, though not in chains of
+linear layers alone."""
 
 REGISTERS = 65536
 """Registers of a multiprocessor."""
@@ -61,7 +63,7 @@ class FewRowsTile:
 def suits_few_rows(shape: WeightOnlyShape, rows: int) -> bool:
     """Whether the kernel is the fastest for a shape that PersistentTile supports."""
     is_small = min(shape.weight_rows, shape.inputs) <= MIN_SIDE and shape.weight_bytes <= SMALL_BYTES
-    return rows <= MAX_FEW_ROWS and not (rows == 1 and is_small)
+    return rows <= MAX_CHOSEN_ROWS and not (rows == 1 and is_small)
 
 
 def few_rows_tile(shape: WeightOnlyShape, sms: int) -> FewRowsTile:

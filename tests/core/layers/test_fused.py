@@ -10,6 +10,7 @@ import torch
 
 from engine.core.distributed import PartialSum
 from engine.core.layers import LayerFactory, RotarySpec
+from engine.core.layers.fused import FusedAttention
 from engine.core.layers.skinny_linear import ROW_CLASSES, SkinnyKernel
 from engine.core.quant.float8 import UNSCALED, KVScales
 from engine.ops.gemm.skinny_launch import SKINNY_MAX_ROWS
@@ -351,6 +352,25 @@ def test_attention_leaves_norm_rotation_and_cache_to_a_backend_that_does_them(no
     assert (rotation.cos is cos, rotation.sin is sin) == (True, True)
     assert rotation.norm_weight is (None if norm is None else norm.weight)
     assert rotation.norm_eps == (1e-6 if normed else 0.0)
+
+
+def test_attention_of_several_ranks_rotates_and_writes_in_a_kernel_of_its_own() -> None:
+    attention = FusedAttention(0, 4, 2, 16, ranks=2)
+    asked: list[Any] = []
+    run = SimpleNamespace(
+        plan=None,
+        pool=SimpleNamespace(
+            keys=[torch.zeros(1, 16, 2, 16, device=DEVICE)],
+            values=[torch.zeros(1, 16, 2, 16, device=DEVICE)],
+            scales=[SimpleNamespace(key=1.0, value=1.0)],
+        ),
+        batch=SimpleNamespace(slots=torch.tensor([3], device=DEVICE)),
+        attention=SimpleNamespace(forward=lambda layer, q, k, v, plan: q, rotate_and_forward=asked.append),
+    )
+    qkv = torch.ones(1, 8 * 16, device=DEVICE)
+    assert torch.equal(attention(run, qkv, None), torch.ones(1, 64, device=DEVICE))  # type: ignore[arg-type]
+    assert run.pool.keys[0][0, 3].eq(1).all()
+    assert not asked
 
 
 def test_choice_is_for_all_layers_of_a_shape_and_all_rows_of_its_class() -> None:

@@ -95,6 +95,7 @@ def shape_of(outputs: int, inputs: int, group: int = 128, *, is_gated: bool = Fa
         (shape_of(1024, 2048), 1, True),
         (shape_of(6144, 1024, is_gated=True), 1, True),
         (shape_of(4096, 4096), 1, False),
+        (shape_of(4096, 4096), 5, True),
         (shape_of(4096, 4096, 32), 1, True),
         (shape_of(4096, 4092), 1, True),
         (evolve(shape_of(4096, 4096), layout=GroupedLayout.choose(8, 128)), 1, True),
@@ -128,7 +129,7 @@ def test_default_tiles_run_at_the_same_time() -> None:
         (6144, 2560, False),
     ):
         shape = shape_of(outputs, inputs, is_gated=is_gated)
-        for rows in (1, 8):
+        for rows in (1, 4):
             tile: Any = default_tile(shape, rows, SMS, HOPPER, wgmma=True)
             assert tile.grid(outputs, rows)[0] <= tile.programs * SMS
 
