@@ -192,8 +192,8 @@ def matmul_kernel(
     x: [rows, inputs / 2] int32, contiguous: pairs of numbers of out's dtype; at most COLUMNS rows. packed: words of a
     GroupedLayout, in pairs: [blocks, weight_rows, SPAN / 2] int32. scales: [blocks, entries, weight_rows] int32, see
     GroupedLayout; GROUPS: groups per block. TILE: rows of W per program, a multiple of 16. AHEAD: blocks of a warp that
-    are loaded before the first is multiplied. X_AHEAD: whether x is loaded a block ahead, too. POWER: see
-    GroupedLayout.power. WHOLE_BLOCKS: inputs fill all blocks.
+    are loaded before the first is multiplied. X_AHEAD: fields of x that are loaded ahead; 0: a block at a time, when
+    needed. POWER: see GroupedLayout.power. WHOLE_BLOCKS: inputs fill all blocks.
     """
     WARPS: gl.constexpr = gl.num_warps()
     DTYPE: gl.constexpr = out.dtype.element_ty
