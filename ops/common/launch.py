@@ -65,7 +65,7 @@ def dependent_launch(device: torch.device) -> Mapping[str, bool]:
     return {"PDL": True, "launch_pdl": True} if has_capability(device, (9, 0)) else {"PDL": False}
 
 
-MANY_ROWS = 1024
+MANY_ROWS = 2048
 """With more rows than this, kernels that read and write each row once are launched after the preceding kernel."""
 
 
