@@ -27,11 +27,11 @@ class RotationConformance(ABC):
 
     @abstractmethod
     def spec(self, **changes: Any) -> AttentionSpec:
-        """See AttentionConformance."""
+        """The shapes of the test's model, with changes."""
 
     @abstractmethod
     def make(self, spec: AttentionSpec, lengths: Lengths, seed: int = 0) -> Case:
-        """See AttentionConformance."""
+        """A batch of random keys and values with sequences of these lengths."""
 
     @abstractmethod
     def _skip_if_refused(self, spec: AttentionSpec) -> None: ...

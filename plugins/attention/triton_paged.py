@@ -68,7 +68,10 @@ class PagedKernels:
     def rotate_and_attend(
         self, layer: int, qkv: torch.Tensor, rotation: HeadRotation, plan: PagedPlan
     ) -> torch.Tensor | None:
-        """See AttentionBackend.rotate_and_forward."""
+        """Compute one layer from its projections: [tokens, heads, head_dim]. None: separate kernels are to do it.
+
+        qkv, rotation: as in AttentionBackend.rotate_and_forward.
+        """
         from engine.ops.attention.paged_decode_rotation import NewTokens, rotates_within_decode
 
         spec = self._spec
