@@ -72,14 +72,14 @@ class PagedKernels:
 
         qkv, rotation: as in AttentionBackend.rotate_and_forward.
         """
+        if plan.slots is None:
+            return None
         from engine.ops.attention.paged_decode_rotation import NewTokens, rotates_within_decode
 
         spec = self._spec
         rotary_dim = None if rotation.cos is None else 2 * rotation.cos.shape[1]
         heads, kv_dtype = (spec.num_heads, spec.num_kv_heads), self._pool.keys[layer].dtype
-        if plan.slots is None or not rotates_within_decode(
-            plan.decode_launch[0], heads, spec.head_dim, rotary_dim, kv_dtype
-        ):
+        if not rotates_within_decode(plan.decode_launch[0], heads, spec.head_dim, rotary_dim, kv_dtype):
             return None
         new = NewTokens(
             slots=plan.slots,
