@@ -15,6 +15,7 @@ from engine.ops.common.launch import has_capability, has_wgmma, num_sms, shared_
 from engine.ops.gemm.persistent_matmul import ALIGNMENT
 from engine.ops.gemm.scaled_matmul import W8A8Tile, compile_matmul, gated_matmul, matmul
 from engine.ops.gemm.skinny_launch import Workspace
+from engine.plugins.quant.w8a8_waves import tile_by_waves
 
 ROW_CLASSES = (64, 128, 256, 512, 4096)
 """Row classes: a number of rows uses the choice of the smallest class that is not less, or of the last."""
@@ -151,13 +152,17 @@ class W8A8Matmul:
         return self.multiply(x, weights, bias, self.tile(x.shape[0]))
 
     def tile(self, rows: int) -> W8A8Tile | None:
-        """The tile chosen for this many rows, else the default. None: torch's kernel."""
+        """The tile chosen for this many rows, else the default, or another that fills waves better. None: torch's
+        kernel."""
         if self.persistent and rows in ONE_WAVE_ROWS:
             tile = one_wave_tile(rows, self.outputs, num_sms(self.device))
             if tile is not None:
                 return tile
         row_class = next((size for size in ROW_CLASSES if size >= rows), ROW_CLASSES[-1])
-        return self._chosen[row_class] if row_class in self._chosen else self.default_tile(rows)
+        tile = self._chosen[row_class] if row_class in self._chosen else self.default_tile(rows)
+        if tile is not None and row_class == ROW_CLASSES[-1]:
+            tile = tile_by_waves(tile, rows, self.outputs, num_sms(self.device))
+        return tile
 
     def default_tile(self, rows: int) -> W8A8Tile | None:
         """The tile used unless another was chosen. None: torch's kernel."""
