@@ -35,14 +35,17 @@ INPUTS = 128
 """Prompt tokens per decoding sequence."""
 
 
-def rank_executor(rank: int, ranks: int, meet: str) -> type[UniprocExecutor]:
-    """An executor in this process for one rank of the model. meet: path of a file that all ranks see."""
+def rank_executor(rank: int, ranks: int, meet: str, *, exchanges: bool = True) -> type[UniprocExecutor]:
+    """An executor in this process for one rank of the model. meet: path of a file that all ranks see. exchanges:
+    whether two ranks exchange the addends of large sums next to computation."""
     from engine.core.distributed import Rendezvous, join
 
     class SingleRankExecutor(UniprocExecutor):
         def __init__(self, deployment: Deployment, options: Any) -> None:
             super().__init__(deployment, options)
-            group = join(Rendezvous(rank=rank, ranks=ranks, place=meet), self._device)
+            group: Any = join(Rendezvous(rank=rank, ranks=ranks, place=meet), self._device)
+            if not exchanges:
+                group.open_sum_exchange = lambda *given: None
             self._runner = deployment.make_runner(group)
 
     return SingleRankExecutor

@@ -236,9 +236,27 @@ class QuantConformance(ExpertsConformance):
             self._close(found, total.double().cpu(), f"the sum of {what}", 0.0)
             y = fused.apply(made, layer.weights, None)
             self._close(y, layer(normed).double().cpu(), f"the norm of {what}")
+            self._check_sum(layer, fused, x, up, residual, norm_weight)
         gated = torch.cat((x, up), -1)
         y = fused.apply(fused.activate_and_quantize(gated, layer.weights), layer.weights, None)
         self._close(y, layer(silu_and_mul(gated)).double().cpu(), f"the activation of {rows} rows")
+
+    def _check_sum(
+        self,
+        layer: Linear,
+        fused: FusedInputQuantization,
+        x: torch.Tensor,
+        other: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+    ) -> None:
+        """The addends of two ranks are added as by an operation of its own."""
+        theirs, ours = (None if residual is None else residual.clone() for _ in range(2))
+        made, total = fused.norm_and_quantize(x + other, theirs, norm_weight, EPS, layer.weights)
+        expected = fused.apply(made, layer.weights, None)
+        made, found = fused.sum_norm_and_quantize(x.clone(), other, ours, norm_weight, EPS, layer.weights)
+        self._close(found, total.double().cpu(), "the sum of two addends", 0.0)
+        self._close(fused.apply(made, layer.weights, None), expected.double().cpu(), "the norm of two addends")
 
     def test_wrong_shapes_are_refused(self, tmp_path: Path) -> None:
         """Each tensor, one longer than expected in one dimension, is refused by name."""

@@ -180,7 +180,8 @@ class ExecutorConfig:
     max_graph_tokens: int = setting(
         0,
         "Maximum tokens of a step with prefill that is replayed as piecewise CUDA graphs. 0: chosen at the start, at"
-        " least 1024: the size from which on a step takes the device longer than the host takes to launch its kernels.",
+        " least 1024: the size from which on a step takes the device longer than the host, or all sizes if a full step"
+        " may take the host as long.",
         flag="--max-graph-tokens",
     )
 

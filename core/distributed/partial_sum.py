@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine.core.distributed.rank_group import RankGroup
+    from engine.core.distributed.sum_exchange import ExchangedSum
 
 
 NOT_A_TENSOR = "a PartialSum is one rank's addend, not a tensor; pass it to a norm of the LayerFactory or call reduce()"
@@ -24,11 +27,16 @@ class PartialSum:
     more than one.
     """
 
-    __slots__ = ("_group", "addend")
+    __slots__ = ("_addend", "_group")
 
     def __init__(self, addend: torch.Tensor, group: RankGroup) -> None:
-        self.addend = addend
+        self._addend = addend
         self._group = group
+
+    @property
+    def addend(self) -> torch.Tensor:
+        """This rank's addend."""
+        return self._addend
 
     def __add__(self, other: PartialSum) -> PartialSum:
         """The partial sum of both: one reduction does for two."""
@@ -38,7 +46,7 @@ class PartialSum:
 
     def reduce(self) -> torch.Tensor:
         """The sum over all ranks. Called once: the addend may be overwritten."""
-        return self._group.all_reduce(self.addend)
+        return self._group.all_reduce(self._addend)
 
     @classmethod
     def __torch_function__(cls, function: object, types: object, args: object = (), kwargs: object = None) -> NoReturn:
@@ -47,3 +55,22 @@ class PartialSum:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise NotATensorError(f"{name}: {NOT_A_TENSOR}")
+
+
+class SplitSum(PartialSum):
+    """A partial sum in chunks of rows, whose exchange with the other rank is in progress next to computation."""
+
+    __slots__ = ("chunks",)
+
+    def __init__(self, chunks: Sequence[ExchangedSum], group: RankGroup) -> None:
+        self.chunks = chunks
+        self._group = group
+
+    @property
+    def addend(self) -> torch.Tensor:
+        """This rank's addend as a whole, which is then to be reduced with another sum: the exchange was in vain."""
+        return torch.cat([chunk.withdraw() for chunk in self.chunks])
+
+    def reduce(self) -> torch.Tensor:
+        """The sum over all ranks."""
+        return torch.cat([chunk.reduce() for chunk in self.chunks])

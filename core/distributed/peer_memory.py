@@ -17,6 +17,7 @@ import torch
 
 if TYPE_CHECKING:
     from engine.core.distributed.rank_group import RankGroup
+    from engine.core.distributed.sum_exchange import SumExchange
     from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
 
 log = logging.getLogger(__name__)
@@ -116,6 +117,14 @@ class PeerMemory:
             )
             self._reduce_buffers[size, dtype] = buffers, memory
         return self._reduce_buffers[size, dtype][0]
+
+    def sum_exchange(self, max_rows: int, size: int, dtype: torch.dtype) -> SumExchange | None:
+        """What exchanges the addends of large sums next to computation; None with more than two ranks."""
+        if self._group.ranks != 2 or size * dtype.itemsize % ALIGNMENT:
+            return None
+        from engine.core.distributed.sum_exchange import SumExchange
+
+        return SumExchange(self._group, self._allocate, self._device, max_rows=max_rows, size=size, dtype=dtype)
 
     def close(self) -> None:
         """Unregister the group's name."""

@@ -6,16 +6,17 @@ the result stays a `PartialSum`, which the next norm reduces over the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from engine.core.distributed.partial_sum import PartialSum
+from engine.core.distributed.partial_sum import PartialSum, SplitSum
 from engine.core.layers.linear import PartialLinear
 
 if TYPE_CHECKING:
     from engine.core.distributed.rank_group import RankGroup
+    from engine.core.distributed.sum_exchange import SumExchange
     from engine.core.layers.attention import Attention, GroupedAttention
     from engine.core.layers.linear import Linear, TensorOrQuantized
     from engine.core.layers.norm import Norm, ResidualAddition
@@ -56,6 +57,64 @@ class NormedLinear:
         return self._norm(self._partial(x))[0]
 
 
+class SplitOutput:
+    """A PartialLinear by chunks of rows, each of which is exchanged with the other rank while later rows compute."""
+
+    def __init__(self, output: PartialLinear, group: RankGroup, exchange: SumExchange) -> None:
+        self.linear = output.linear
+        self._output = output
+        self._group = group
+        self._exchange = exchange
+
+    def __call__(self, x: TensorOrQuantized) -> PartialSum:
+        """x: [..., this rank's in_features] -> [..., out_features]; in chunks if x has enough rows."""
+        if not isinstance(x, torch.Tensor) or x.dim() != 2:
+            return self._output(x)
+        first = self._exchange.split(x.shape[0])
+        return self._output(x) if first is None else self.by_chunk((x[:first], x[first:]))
+
+    def by_chunk(self, chunks: Iterable[TensorOrQuantized]) -> SplitSum:
+        """The outputs of chunks of rows. The computation of a chunk starts behind that of the one before."""
+        return SplitSum([self._exchange.start(self._output(x).addend) for x in chunks], self._group)
+
+
+class NormedChunks:
+    """A norm of each chunk of rows of a SplitSum, when it is asked for."""
+
+    def __init__(
+        self, norm: Norm | ResidualAddition, linear: Linear, hidden: SplitSum, residual: torch.Tensor | None
+    ) -> None:
+        """linear: for which the norm is computed. residual: as for the norm."""
+        self._norm = norm
+        self._linear = linear
+        self._hidden = hidden
+        self._residual = residual
+        self._totals: list[torch.Tensor] = []
+
+    def __iter__(self) -> Iterator[TensorOrQuantized]:
+        begin, residual = 0, None
+        for chunk in self._hidden.chunks:
+            end = begin + chunk.addend.shape[0]
+            if self._residual is not None:
+                residual = self._residual[begin:end]
+            normed, total = self._norm.quantized_for(self._linear, chunk, residual)
+            self._totals.append(total)
+            yield normed
+            begin = end
+
+    def residual(self) -> torch.Tensor:
+        """The next residual, once all chunks have been computed."""
+        old, begin = self._residual, 0
+        if old is not None:
+            for total in self._totals:  # a fused norm overwrites the residual
+                if total.data_ptr() != old[begin:].data_ptr():
+                    break
+                begin += total.shape[0]
+            else:
+                return old
+        return torch.cat(self._totals)
+
+
 class AttentionBlock:
     """Input norm, projections to queries, keys and values, attention, output projection."""
 
@@ -82,8 +141,14 @@ class AttentionBlock:
 
         residual: may be overwritten; None counts as zeros. angles: None: queries and keys are not rotated.
         """
-        normed, residual = self._norm.quantized_for(self._qkv, hidden, residual)
-        return self._output(self._attention(run, self._qkv(normed), angles)), residual
+        if isinstance(hidden, SplitSum):
+            chunks = NormedChunks(self._norm, self._qkv, hidden, residual)
+            qkv = torch.cat([self._qkv(normed) for normed in chunks])
+            residual = chunks.residual()
+        else:
+            normed, residual = self._norm.quantized_for(self._qkv, hidden, residual)
+            qkv = self._qkv(normed)
+        return self._output(self._attention(run, qkv, angles)), residual
 
 
 class GatedMLP:
@@ -101,6 +166,11 @@ class GatedMLP:
 
         residual: may be overwritten; None counts as zeros.
         """
+        if isinstance(hidden, SplitSum) and isinstance(self._down, SplitOutput):
+            chunks = NormedChunks(self._norm, self._gate_up, hidden, residual)
+            linear = self._down.linear
+            summed = self._down.by_chunk(self._gate_up.gated_quantized_for(linear, normed) for normed in chunks)
+            return summed, chunks.residual()
         normed, residual = self._norm.quantized_for(self._gate_up, hidden, residual)
         return self._down(self._gate_up.gated_quantized_for(self._down.linear, normed)), residual
 
@@ -124,5 +194,9 @@ class MLP:
         self, hidden: torch.Tensor | PartialSum, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
         """As GatedMLP."""
+        if isinstance(hidden, SplitSum) and isinstance(self._down, SplitOutput):
+            chunks = NormedChunks(self._norm, self._up, hidden, residual)
+            summed = self._down.by_chunk(self._activate(self._up(normed)) for normed in chunks)
+            return summed, chunks.residual()
         normed, residual = self._norm.quantized_for(self._up, hidden, residual)
         return self._down(self._activate(self._up(normed))), residual

@@ -44,9 +44,11 @@ class CheckedFusedInputQuantization:
         def decided(result: object, *arguments: object) -> str | None:
             return None if isinstance(result, bool) else f"{describe(result)}, not True or False"
 
+        self.reads_float32_norm_weight = fused.reads_float32_norm_weight
         self.supports_rows = _checked(fused, "supports_rows", decided, checks, layer)
         self.fuses_quantized_gating = _checked(fused, "fuses_quantized_gating", decided, checks, layer)
         self.norm_and_quantize = _checked(fused, "norm_and_quantize", normed, checks, layer)
+        self.sum_norm_and_quantize = _checked(fused, "sum_norm_and_quantize", normed, checks, layer)
         self.activate_and_quantize = _checked(fused, "activate_and_quantize", activated, checks, layer)
         self.apply = _checked(fused, "apply", _result_check(spec, outputs), checks, layer)
         gated = _result_check(spec, outputs // 2)

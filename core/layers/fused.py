@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from engine.core.attention.base import HeadRotation
 from engine.core.autotune.op import AutotunedCall, Operands
-from engine.core.distributed.partial_sum import PartialSum
+from engine.core.distributed.partial_sum import PartialSum, SplitSum
+from engine.core.distributed.sum_exchange import ExchangedSum
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import torch_dtype
 from engine.core.layers.embedding import VocabParallelEmbedding
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from engine.core.layers.embedding import Embedding
     from engine.core.layers.linear import Linear, TensorOrQuantized
     from engine.core.models.forward_pass import ForwardPass
+    from engine.core.quant.base import FusedInputQuantization
     from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
 
 
@@ -60,6 +62,8 @@ class FusedRMSNorm(RMSNorm):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As RMSNorm; x + residual overwrites `residual`."""
         if isinstance(x, PartialSum):
+            if isinstance(x, ExchangedSum):
+                return self._of_exchanged(x, residual)
             buffers = self._buffers_for(x)
             if buffers is not None:
                 return all_reduce_rms_norm(x.addend, residual, self.weight, self.eps, buffers)
@@ -71,18 +75,47 @@ class FusedRMSNorm(RMSNorm):
     ) -> tuple[TensorOrQuantized, torch.Tensor]:
         """As RMSNorm; x + residual overwrites `residual`. A norm whose kernel reduces does not quantize."""
         if isinstance(x, PartialSum):
+            if isinstance(x, ExchangedSum):
+                return self._of_exchanged_for(linear, x, residual)
             if self._buffers_for(x) is not None:
                 return self(x, residual)
             x = x.reduce()
-        fused = linear.fused_input_quantization(x)
-        if fused is None or (self.unit_offset and not fused.reads_float32_norm_weight):
+        fused = self._quantization_for(linear, x)
+        if fused is None:
             return self(x, residual)
         return fused.norm_and_quantize(x, residual, self.weight, self.eps, linear.weights)
+
+    def _of_exchanged(self, x: ExchangedSum, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of the sum of both ranks' addends, which the kernel adds."""
+        one, other = x.receive()
+        made = add_rms_norm(one, residual, self.weight, self.eps, other)
+        if other is not None:
+            x.release()
+        return made
+
+    def _of_exchanged_for(
+        self, linear: Linear, x: ExchangedSum, residual: torch.Tensor | None
+    ) -> tuple[TensorOrQuantized, torch.Tensor]:
+        """As _of_exchanged, quantized for `linear` where its kernel can."""
+        fused = self._quantization_for(linear, x.addend)
+        if fused is None:
+            return self._of_exchanged(x, residual)
+        one, other = x.receive()
+        if other is None:
+            return fused.norm_and_quantize(one, residual, self.weight, self.eps, linear.weights)
+        made = fused.sum_norm_and_quantize(one, other, residual, self.weight, self.eps, linear.weights)
+        x.release()
+        return made
+
+    def _quantization_for(self, linear: Linear, x: torch.Tensor) -> FusedInputQuantization | None:
+        """What quantizes the norm of x for `linear`, if anything does."""
+        fused = linear.fused_input_quantization(x)
+        return None if fused is None or (self.unit_offset and not fused.reads_float32_norm_weight) else fused
 
     def _buffers_for(self, x: PartialSum) -> ReduceBuffers | None:
         """Memory in which the norm's kernel reduces x. None: x has too many rows, or ranks share no memory."""
         buffers = self._buffers
-        fits = buffers is not None and x.addend.numel() <= buffers.max_rows * self._size
+        fits = buffers is not None and not isinstance(x, SplitSum) and x.addend.numel() <= buffers.max_rows * self._size
         return buffers if fits else None
 
 

@@ -14,6 +14,7 @@ from engine.core.layers.blocks import (
     NormedLinear,
     OutputProjection,
     ScaledPartialLinear,
+    SplitOutput,
 )
 from engine.core.layers.head_norm import HeadNorm, ProjectionNorm, ProjectionPart
 from engine.core.layers.hidden_states import StoringAttentionBlock, StoringNorm
@@ -155,7 +156,7 @@ class LayerFactory(SingleLayerFactory):
             input_norm,
             projections,
             attention,
-            self._output(output, hidden_size, eps, norm_kind, output_norm, output_scale),
+            self._output(output, hidden_size, eps, norm_kind, output_norm, output_scale, input_norm=norm),
         )
         states = self.hidden_states
         # Without any norm of its own, a block gets its input normed, as in layers of parallel attention and MLP.
@@ -199,7 +200,9 @@ class LayerFactory(SingleLayerFactory):
             f"{name}.down_proj", hidden_size, intermediate_size, bias=bias, input_activation=activation
         )
         return GatedMLP(
-            input_norm, gate_and_up, self._output(down, hidden_size, eps, norm_kind, output_norm, output_scale)
+            input_norm,
+            gate_and_up,
+            self._output(down, hidden_size, eps, norm_kind, output_norm, output_scale, input_norm=norm),
         )
 
     def latent_keys(self, norm: str, latent: int, rotated: int, eps: float) -> LatentKeys:
@@ -233,17 +236,36 @@ class LayerFactory(SingleLayerFactory):
         input_norm = self._input_norm(norm, hidden_size, eps, norm_kind)
         first = self.linear([(up, intermediate_size)], hidden_size, bias=bias, parallel="column")
         last = self.partial_linear(down, hidden_size, intermediate_size, bias=bias)
-        return MLP(input_norm, first, ungated_activation(activation), last)
+        return MLP(
+            input_norm,
+            first,
+            ungated_activation(activation),
+            self._output(last, hidden_size, eps, norm_kind, "", 1.0, input_norm=norm),
+        )
 
     def _input_norm(self, name: str, size: int, eps: float, kind: NormKind) -> Norm | ResidualAddition:
         return self.norm(name, size, eps, kind) if name else ResidualAddition()
 
     def _output(
-        self, partial: PartialLinear, size: int, eps: float, kind: NormKind, norm: str, scale: float
+        self,
+        partial: PartialLinear,
+        size: int,
+        eps: float,
+        kind: NormKind,
+        norm: str,
+        scale: float,
+        *,
+        input_norm: str,
     ) -> OutputProjection:
         """The last layer of a block, with the norm or the factor of its result."""
         if norm and scale != 1.0:
             raise ConfigError(f"a block has a norm of its result ({norm}) or a factor on the result, not both")
         if norm:
             return NormedLinear(partial, self.norm(norm, size, eps, kind))
-        return partial if scale == 1.0 else ScaledPartialLinear(partial.linear, self._group, scale)
+        made = partial if scale == 1.0 else ScaledPartialLinear(partial.linear, self._group, scale)
+        exchange = self._group.sum_exchange
+        # A block without a norm gets its input normed, as in layers of parallel attention and MLP, whose sums are
+        # reduced as one.
+        if exchange is None or not input_norm or not exchange.supports(size, self.dtype):
+            return made
+        return SplitOutput(made, self._group, exchange)

@@ -198,6 +198,21 @@ class FusedInputQuantization(ABC):
         weights: as in `LinearKernel.apply`.
         """
 
+    def sum_norm_and_quantize(
+        self,
+        x: torch.Tensor,
+        other: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+        eps: float,
+        weights: Mapping[str, torch.Tensor],
+    ) -> tuple[QuantizedActivation, torch.Tensor]:
+        """As `norm_and_quantize` of x + other, rounded to their dtype; x may be overwritten, `other` not.
+
+        x and other are the addends of two ranks. Override it in a kernel that adds them, too.
+        """
+        return self.norm_and_quantize(x.add_(other), residual, norm_weight, eps, weights)
+
     @abstractmethod
     def activate_and_quantize(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> QuantizedActivation:
         """act(gate) * up, quantized; act is the `input_activation` of the layer's spec.

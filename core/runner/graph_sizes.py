@@ -10,6 +10,13 @@ ALL_COUNTS_RECORDED = 256
 """As ALL_RECORDED, for the number of tokens of a step with prefill chunks."""
 MIN_GRAPH_TOKENS = 1024
 """Steps of up to this many tokens have piecewise graphs on every device."""
+HOST_MARGIN = 2
+"""What the launches of a full step may take, in relation to the shortest time measured at the start: decode attention
+next to prompts has launches of its own, short prompts take the device less time than those of the measured step, and
+the time of the host varies by a factor of 1.5 from minute to minute."""
+PLANNING_SECONDS = 0.6e-6
+"""Host's time per token of a full step for all that is not launching: scheduling, building the batch, sampling and
+committing 64 prompts of 128 tokens took 5 ms (docs/optimizations.md)."""
 
 
 def batch_sizes(max_running: int) -> list[int]:
@@ -44,10 +51,13 @@ def find_max_graph_tokens(tokens: int, launch_seconds: float, seconds: float) ->
     A step of `tokens` tokens was run without graphs. launch_seconds: the host's time for its launches. seconds: the
     time until its result.
 
-    The device's time is taken to be proportional to the tokens. A larger step than the result keeps the device busy for
-    longer than the host takes to launch its kernels, and needs no padding without graphs. The host plans steps too, for
-    which a tenth is added.
+    If a full step may take the host as long as the device (HOST_MARGIN, PLANNING_SECONDS), all steps have graphs:
+    under load full steps follow each other, and graphs do not pad them. Otherwise the device's time is taken to be
+    proportional to the tokens. A larger step than the result keeps the device busy for longer than the host takes to
+    launch its kernels, and needs no padding without graphs. The host plans steps too, for which a tenth is added.
     """
+    if HOST_MARGIN * launch_seconds + PLANNING_SECONDS * tokens >= seconds:
+        return tokens
     found = int(1.1 * tokens * launch_seconds / seconds) // 64 * 64
     return min(tokens, max(MIN_GRAPH_TOKENS, found))
 

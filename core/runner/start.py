@@ -142,6 +142,9 @@ class RunnerStart:
             free = free_memory(self._device)
             if self._device.type == "cpu":
                 free //= self._group.ranks  # all ranks share the host's memory
+            if has_kernels:
+                shape = self._config.scheduler.max_batch_tokens, self._model_spec.hidden_size
+                self._group.open_sum_exchange(*shape, torch_dtype(self._dtype))
             model, layers = self._build_model()
             self.layers = layers
             if self._drafter is not None:
@@ -259,7 +262,9 @@ class RunnerStart:
             largest = -self._group.minimum(-found.max_graph_tokens)
         rows = min(max_sampling_rows(self._config, speculates=self._speculates), tokens)
         activations = int(found.activations * (1 + extra_graph_memory(largest, tokens)))
-        return TrialResult(activations=activations + logits_bytes(self._model_spec, rows), max_graph_tokens=largest)
+        exchange = self._group.sum_exchange
+        activations += logits_bytes(self._model_spec, rows) + (0 if exchange is None else exchange.nbytes)
+        return TrialResult(activations=activations, max_graph_tokens=largest)
 
     def _run_trial_step(self, model: Model, kv_scales: tuple[KVScales, ...]) -> tuple[TrialResult, bool]:
         """What a full step needs, run on a device state of its own, which is then freed; and whether steps with prefill

@@ -190,7 +190,7 @@ class Tokenizer:
         """A conversation as text, up to where the model's answer begins, or where its last message is continued.
 
         messages: as in OpenAI's API, content as text. tools: JSON schemas. variables: additional template variables.
-        Raises InvalidRequestError if there is no template, or the template rejects the conversation.
+        Raises InvalidRequestError if there is no valid template, or the template rejects the conversation.
         """
         if not self.has_chat_template:
             raise InvalidRequestError(
@@ -218,6 +218,12 @@ class Tokenizer:
                 **variables,
             )
         except Exception as error:  # a template is a program, run on input from the client
+            if wrong := syntax_error(template):
+                raise InvalidRequestError(
+                    f"this model's chat template is not valid Jinja ({wrong}); start with --chat-template, or use"
+                    " completions instead",
+                    "messages",
+                ) from error
             raise InvalidRequestError(f"the chat template rejects this conversation: {error}", "messages") from error
         rendered: str = text
         return rendered

@@ -5,8 +5,8 @@ columns of the right one. A thread loads 16 bytes of a row of W and of a row of 
 no data moves between threads, and none goes through shared memory. The order of the inputs within a block is permuted
 for that, alike for W and x.
 
-The warps of a program divide the inputs of its tile and add up their sums in the end; until then they do not wait for
-each other. Each loads its first blocks of W, into registers, before it waits for the kernel that writes x.
+The warps of a program divide the inputs of its tile, or its rows, and add up their sums in the end; until then they do
+not wait for each other. Each loads its first blocks of W, into registers, before it waits for the kernel that writes x.
 
 W is in a GroupedLayout (packed_layout.py) of 4 bits and a span of 64. A pair of weights takes 2.25 instructions: a mask
 leaves the bits of a field in the low byte of a 16-bit number, as which they are subnormal (of bfloat16, the first
@@ -21,13 +21,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from engine.ops.activation.act_and_mul import activate
+from engine.ops.common.l1_cache import prefer_l1_cache
 from engine.ops.common.launch import release, wait
-from engine.ops.gemm.persistent_w4a16 import FIELDS, RUN, SPAN, half_of, row_of_lane
-from engine.ops.gemm.skinny import GATED
-
-COLUMNS = gl.constexpr(8)
-"""Rows of x, at most."""
+from engine.ops.gemm.few_rows import COLUMNS, left_of, load_blocks, load_x, right_of, store, with_one
+from engine.ops.gemm.persistent_w4a16 import FIELDS, SPAN, half_of, row_of_lane
 
 
 @gluon.constexpr_function
@@ -70,32 +67,7 @@ def _weights(words, centre, FIELD: gl.constexpr, LEFT: gl.constexpr, DTYPE: gl.c
         is_pure=True,
         pack=1,
     )
-    both = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).to(DTYPE, bitcast=True)
-    # A thread's 16 bytes, of four pairs, are the operands of two products.
-    parts = gl.reshape(both, [words.shape[0], words.shape[1], 2, 4, 2, 2, 2])
-    ordered = gl.reshape(gl.permute(parts, [0, 1, 2, 4, 5, 3, 6]), [words.shape[0], words.shape[1], SPAN])
-    return gl.convert_layout(ordered, LEFT, assert_trivial=True)
-
-
-@gluon.jit
-def _columns(pairs, RIGHT: gl.constexpr, DTYPE: gl.constexpr):
-    """Pairs of inputs, [warps, SPAN / 2, COLUMNS] int32, in the order of `_weights`: the right operand."""
-    both = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).to(DTYPE, bitcast=True)
-    parts = gl.reshape(both, [pairs.shape[0], 2, 4, 2, 2, COLUMNS, 2])
-    ordered = gl.reshape(gl.permute(parts, [0, 1, 3, 4, 2, 6, 5]), [pairs.shape[0], SPAN, COLUMNS])
-    return gl.convert_layout(ordered, RIGHT, assert_trivial=True)
-
-
-@gluon.jit
-def _with(several, NUMBER: gl.constexpr, one):
-    """The tuple `several` with element NUMBER replaced."""
-    return several[:NUMBER] + (one,) + several[NUMBER + 1 :]  # noqa: RUF005 Triton knows no *several
-
-
-@gluon.jit
-def _load(places, block, blocks, stride):
-    """What is at `places` of block 0, of other blocks; 0 beyond the last. block: a number per warp, of places' rank."""
-    return gl.load(places + block * stride, mask=block < blocks, other=0)
+    return left_of(pairs, 1, LEFT, DTYPE)
 
 
 @gluon.jit
@@ -104,31 +76,8 @@ def _load_entries(places, block, blocks, weight_rows, ENTRIES: gl.constexpr):
     stride = weight_rows * ENTRIES
     found = ()
     for number in gl.static_range(ENTRIES):
-        entry = _load(places + number * weight_rows, block, blocks, stride)
+        entry = load_blocks(places + number * weight_rows, block, blocks, stride)
         found = found + (entry,)  # type: ignore[assignment]  # noqa: RUF005 Triton knows no *several
-    return found
-
-
-@gluon.jit
-def _load_x(
-    places,
-    base,
-    warp,
-    column,
-    present,
-    blocks,
-    inputs,
-    FIRST: gl.constexpr,
-    COUNT: gl.constexpr,
-    WHOLE_BLOCKS: gl.constexpr,
-):
-    """The inputs of COUNT fields, from FIRST on, of a block per warp, from block `base` on. The rest as in
-    `matmul_kernel`."""
-    found = ()
-    for field in gl.static_range(FIRST, FIRST + COUNT):
-        begin = (base * FIELDS + field) * (SPAN // 2)
-        inside = base + warp < blocks if WHOLE_BLOCKS else begin + column < inputs // 2
-        found = found + (gl.load(places + begin, mask=present & inside, other=0),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
@@ -142,30 +91,8 @@ def _scale_of(entries, GROUP: gl.constexpr, SCALE_DTYPE: gl.constexpr, ZERO_POIN
     return scale.to(gl.float32)
 
 
-@gluon.jit
-def _store(out, total, bias, first, rows, weight_rows, EPILOGUE: gl.constexpr, BIAS: gl.constexpr):
-    """Apply bias and epilogue and store. total: [rows of W, COLUMNS] float32, from row `first` of the tiles on."""
-    TILE: gl.constexpr = total.shape[0]
-    if BIAS:
-        lane = gl.arange(0, TILE, gl.SliceLayout(1, total.type.layout))
-        row = row_of_lane(first, lane, weight_rows, EPILOGUE)
-        total += gl.expand_dims(gl.load(bias + row).to(gl.float32), 1)
-    if EPILOGUE >= GATED:
-        outputs = weight_rows // 2
-        begin = first // 2
-        gate, up = total.reshape((TILE // (2 * RUN), 2, RUN, COLUMNS)).permute((0, 2, 3, 1)).split()
-        value = activate(gate, up, EPILOGUE - GATED).reshape((TILE // 2, COLUMNS))
-    else:
-        outputs = weight_rows
-        begin = first
-        value = total
-    output = gl.expand_dims(begin + gl.arange(0, value.shape[0], gl.SliceLayout(1, value.type.layout)), 1)
-    m = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, value.type.layout)), 0)
-    gl.store(out + m * outputs + output, value.to(out.dtype.element_ty), mask=(output < outputs) & (m < rows))
-
-
 @gluon.jit(do_not_specialize=["rows", "blocks"])
-def matmul_kernel(
+def w4a16_few_rows_kernel(
     out,
     x,
     packed,
@@ -178,6 +105,7 @@ def matmul_kernel(
     TILE: gl.constexpr,
     AHEAD: gl.constexpr,
     X_AHEAD: gl.constexpr,
+    ROW_WARPS: gl.constexpr,
     GROUPS: gl.constexpr,
     SCALE_DTYPE: gl.constexpr,
     POWER: gl.constexpr,
@@ -191,16 +119,17 @@ def matmul_kernel(
 
     x: [rows, inputs / 2] int32, contiguous: pairs of numbers of out's dtype; at most COLUMNS rows. packed: words of a
     GroupedLayout, in pairs: [blocks, weight_rows, SPAN / 2] int32. scales: [blocks, entries, weight_rows] int32, see
-    GroupedLayout; GROUPS: groups per block. TILE: rows of W per program, a multiple of 16. AHEAD: blocks of a warp that
-    are loaded before the first is multiplied. X_AHEAD: fields of x that are loaded ahead; 0: a block at a time, when
-    needed. POWER: see GroupedLayout.power. WHOLE_BLOCKS: inputs fill all blocks.
+    GroupedLayout; GROUPS: groups per block. TILE: rows of W per program, a multiple of 16 * ROW_WARPS. AHEAD: blocks of
+    a warp that are loaded before the first is multiplied. X_AHEAD: fields of x that are loaded ahead; 0: a block at a
+    time, when needed. ROW_WARPS: warps that divide the rows and read the same x. POWER: see GroupedLayout.power.
+    WHOLE_BLOCKS: inputs fill all blocks.
     """
-    WARPS: gl.constexpr = gl.num_warps()
+    WARPS: gl.constexpr = gl.num_warps() // ROW_WARPS
     DTYPE: gl.constexpr = out.dtype.element_ty
     ENTRIES: gl.constexpr = GROUPS if ZERO_POINTS else GROUPS // 2
     X_FIELDS: gl.constexpr = X_AHEAD if X_AHEAD else FIELDS
     PER_GROUP: gl.constexpr = FIELDS // GROUPS
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, ROW_WARPS, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     WORDS: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
@@ -219,7 +148,7 @@ def matmul_kernel(
     words = ()
     entries = ()
     for number in gl.static_range(AHEAD):
-        loaded = _load(word_places, warp + number * WARPS, blocks, block_words)
+        loaded = load_blocks(word_places, warp + number * WARPS, blocks, block_words)
         words = words + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
         several = _load_entries(entry_places, scale_warp + number * WARPS, blocks, weight_rows, ENTRIES)
         entries = entries + (several,)  # type: ignore[assignment]  # noqa: RUF005
@@ -234,7 +163,7 @@ def matmul_kernel(
     total = none
     wait(PDL)
     if X_AHEAD:
-        coming = _load_x(x_places, 0, x_warp, column, present, blocks, inputs, 0, X_AHEAD, WHOLE_BLOCKS)
+        coming = load_x(x_places, 0, x_warp, column, present, blocks, inputs, FIELDS, 0, X_AHEAD, WHOLE_BLOCKS)
     steps = gl.cdiv(blocks, WARPS * AHEAD)
     for step in range(steps):
         if step == steps - 1:
@@ -242,7 +171,7 @@ def matmul_kernel(
         for number in gl.static_range(AHEAD):
             base = (step * AHEAD + number) * WARPS
             if X_AHEAD == 0:
-                pairs = _load_x(x_places, base, x_warp, column, present, blocks, inputs, 0, FIELDS, WHOLE_BLOCKS)
+                pairs = load_x(x_places, base, x_warp, column, present, blocks, inputs, FIELDS, 0, FIELDS, WHOLE_BLOCKS)
             for group in gl.static_range(GROUPS):
                 part = none
                 if ZERO_POINTS:
@@ -251,17 +180,21 @@ def matmul_kernel(
                     centre = none  # not read
                 if X_AHEAD and PER_GROUP * group % X_AHEAD == 0:
                     pairs = coming
-                    coming = _load_x(
+                    coming = load_x(
                         x_places, base + WARPS * ((PER_GROUP * group + X_AHEAD) // FIELDS), x_warp, column, present,
-                        blocks, inputs, (PER_GROUP * group + X_AHEAD) % FIELDS, X_AHEAD, WHOLE_BLOCKS,
+                        blocks, inputs, FIELDS, (PER_GROUP * group + X_AHEAD) % FIELDS, X_AHEAD, WHOLE_BLOCKS,
                     )  # fmt: skip
                 for field in gl.static_range(PER_GROUP * group, PER_GROUP * (group + 1)):
                     weights = _weights(words[number], centre, field, LEFT, DTYPE, ZERO_POINTS)
-                    part = mma_v2(weights, _columns(pairs[field % X_FIELDS], RIGHT, DTYPE), part)
+                    part = mma_v2(weights, right_of(pairs[field % X_FIELDS], 1, RIGHT, DTYPE), part)
                 scale = _scale_of(entries[number], group, SCALE_DTYPE, ZERO_POINTS) * (2.0 ** _exponent(DTYPE))
                 total += part * gl.expand_dims(scale, 2)
             later = base + AHEAD * WARPS
-            words = _with(words, number, _load(word_places, warp + later, blocks, block_words))
+            words = with_one(words, number, load_blocks(word_places, warp + later, blocks, block_words))
             several = _load_entries(entry_places, scale_warp + later, blocks, weight_rows, ENTRIES)
-            entries = _with(entries, number, several)
-    _store(out, gl.sum(total, axis=0), bias, first, rows, weight_rows, EPILOGUE, BIAS)
+            entries = with_one(entries, number, several)
+    store(out, gl.sum(total, axis=0), bias, first, rows, weight_rows, EPILOGUE, BIAS)
+
+
+# Programs on the same multiprocessor read the same x.
+prefer_l1_cache(w4a16_few_rows_kernel)

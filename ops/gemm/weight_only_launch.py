@@ -16,11 +16,12 @@ from engine.ops.gemm import (
     skinny,
     unpack_weights,
     w4a16_few_rows,
+    w8a16_few_rows,
     weight_only,
     weight_only_vector,
 )
 from engine.ops.gemm.few_rows_tile import FewRowsTile
-from engine.ops.gemm.packed_layout import PackedMatrix
+from engine.ops.gemm.packed_layout import PackedMatrix, W8Layout
 from engine.ops.gemm.persistent_w4a16_launch import StreamKWorkspace
 from engine.ops.gemm.skinny_launch import Workspace, gated_epilogue
 from engine.ops.gemm.weight_only_tiles import (
@@ -244,26 +245,34 @@ class WeightOnlyMatmul:
         tile: FewRowsTile,
         activation: str,
     ) -> tuple[JITFunction[Any], tuple[object, ...], dict[str, object]]:
-        """As `_launch`, of the kernel for few rows."""
+        """As `_launch`, of the kernels for few rows."""
         rows, inputs = x.shape
         words = matrix.packed.view(torch.int32)
+        layout = matrix.layout
         tensors = (out, x.view(torch.int32), words, _as_read(matrix), out if bias is None else bias)
         constants = {
             "TILE": tile.rows,
             "AHEAD": tile.ahead,
             "X_AHEAD": tile.x_ahead,
-            "GROUPS": matrix.layout.groups,
-            "SCALE_DTYPE": gl.float16 if matrix.scales.dtype == torch.float16 else gl.bfloat16,
-            "POWER": matrix.layout.power(x.dtype),
-            "ZERO_POINTS": matrix.zeros,
-            "WHOLE_BLOCKS": inputs % matrix.layout.block == 0,
+            "WHOLE_BLOCKS": inputs % layout.block == 0,
             "EPILOGUE": gated_epilogue(activation) if gated else skinny.PLAIN.value,
             "BIAS": bias is not None,
+            "ROW_WARPS": tile.row_warps,
             "num_warps": tile.warps,
             "maxnreg": tile.registers,
             **self._dependent,
         }
-        return w4a16_few_rows.matmul_kernel, (*tensors, rows, matrix.rows, inputs, len(words)), constants
+        arguments = (*tensors, rows, matrix.rows, inputs, len(words))
+        if isinstance(layout, W8Layout):
+            constants |= {"IS_FLOAT8": layout.value_type == "float8"}
+            return w8a16_few_rows.w8a16_few_rows_kernel, arguments, constants
+        constants |= {
+            "GROUPS": layout.groups,
+            "SCALE_DTYPE": gl.float16 if matrix.scales.dtype == torch.float16 else gl.bfloat16,
+            "POWER": layout.power(x.dtype),
+            "ZERO_POINTS": matrix.zeros,
+        }
+        return w4a16_few_rows.w4a16_few_rows_kernel, arguments, constants
 
     def _constants(self, matrix: PackedMatrix, dtype: torch.dtype) -> dict[str, object]:
         """Constexprs that follow from the matrix and x's dtype."""

@@ -283,7 +283,7 @@ def default_tile(shape: WeightOnlyShape, rows: int, sms: int, shared: int, *, wg
     it.
     """
     is_persistent = wgmma and PersistentTile.supports(shape)
-    if is_persistent and suits_few_rows(shape, rows):
+    if wgmma and suits_few_rows(shape, rows, sms):
         return few_rows_tile(shape, sms)
     if rows == 1 and _suits_vector(shape, sms):
         return _vector(shape, sms)

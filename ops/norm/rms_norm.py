@@ -19,15 +19,31 @@ MIN_COLUMNS = 128
 
 
 @triton.jit
-def add_norm(x, residual, place, mask, scale, eps, SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
-    """The norm of rows of x + residual at offsets `place`: [rows, columns] float32. The sum overwrites `residual`.
+def add_norm(
+    x,
+    other,
+    residual,
+    place,
+    mask,
+    scale,
+    eps,
+    SIZE: tl.constexpr,
+    HAS_OTHER: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    """The norm of rows of x + other + residual at offsets `place`: [rows, columns] float32. The sum overwrites
+    `residual`, which is x itself if there is none.
 
-    scale: the norm's weight, [columns] float32. The order of summation follows from the shape and the number of warps
-    (`norm_tile`): kernels in which these are equal compute equal digits.
+    x + other is rounded, as if it had been stored. scale: the norm's weight, [columns] float32. The order of summation
+    follows from the shape and the number of warps (`norm_tile`): kernels in which these are equal compute equal digits.
     """
     total = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    if HAS_OTHER:
+        total += tl.load(other + place, mask=mask, other=0.0).to(tl.float32)
+        total = total.to(x.dtype.element_ty).to(tl.float32)
     if HAS_RESIDUAL:
         total += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+    if HAS_OTHER or HAS_RESIDUAL:
         # The norm is of the rounded sum that is stored, so that this layer and the next see the same residual.
         kept = total.to(residual.dtype.element_ty)
         tl.store(residual + place, kept, mask=mask)
@@ -41,12 +57,14 @@ def _add_norm_kernel(
     out,
     residual,
     x,
+    other,
     weight,
     rows,
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    HAS_OTHER: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -57,17 +75,22 @@ def _add_norm_kernel(
     place = row.to(tl.int64)[:, None] * SIZE + column[None, :]
     scale = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
     wait(PDL)
-    normed = add_norm(x, residual, place, mask, scale, eps, SIZE, HAS_RESIDUAL)
+    normed = add_norm(x, other, residual, place, mask, scale, eps, SIZE, HAS_OTHER, HAS_RESIDUAL)
     tl.store(out + place, normed.to(out.dtype.element_ty), mask=mask)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    other: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of x + residual, in new memory, and the sum x + residual.
 
     x, residual: [..., size], dense, of one dtype; weight: [size]. The sum overwrites `residual`; without one the sum is
-    x itself. It is rounded to x's dtype before it is normalized; all arithmetic is float32.
+    x itself. It is rounded to x's dtype before it is normalized; all arithmetic is float32. other: contiguous, added to
+    x first, and that sum rounded to x's dtype, too; x is then overwritten if there is no `residual`.
     """
     if not x.is_contiguous():
         x = x.contiguous()
@@ -82,12 +105,14 @@ def add_rms_norm(
         out,
         total,
         x,
+        x if other is None else other,
         weight,
         rows,
         eps,
         SIZE=size,
         BLOCK=block,
         ROWS=per_program,
+        HAS_OTHER=other is not None,
         HAS_RESIDUAL=residual is not None,
         num_warps=warps,
         **dependent_launch_of_rows(x.device, rows),

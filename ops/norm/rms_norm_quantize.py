@@ -29,6 +29,7 @@ def _norm_quantize_kernel(
     scales,
     residual,
     x,
+    other,
     weight,
     given,
     rows,
@@ -37,6 +38,7 @@ def _norm_quantize_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    HAS_OTHER: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     LIMIT: tl.constexpr,
     INT8: tl.constexpr,
@@ -56,7 +58,7 @@ def _norm_quantize_kernel(
     if STATIC_SCALE:
         scale *= tl.load(given)
     wait(PDL)
-    normed = add_norm(x, residual, place, mask, factor, eps, SIZE, HAS_RESIDUAL)
+    normed = add_norm(x, other, residual, place, mask, factor, eps, SIZE, HAS_OTHER, HAS_RESIDUAL)
     # Rounded as if the norm had been stored, so that quantized values equal those of two separate kernels.
     values = clamped(normed.to(x.dtype.element_ty).to(tl.float32), MAX)
     if PER_BLOCK:
@@ -94,11 +96,12 @@ def add_rms_norm_quantize(
     *,
     scale: torch.Tensor | None = None,
     scaling: Scaling = PER_ROW,
+    other: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantized values and scales of add_rms_norm's result, as quantize_rows computes them, and the sum x + residual.
 
     x, residual: [rows, size] of one 16-bit dtype; weight: [size]. The sum overwrites `residual`; without one it is x
-    itself. dtype, scale, scaling: as in quantize_rows.
+    itself. dtype, scale, scaling: as in quantize_rows; other: as in add_rms_norm.
     """
     if not x.is_contiguous():
         x = x.contiguous()
@@ -112,6 +115,7 @@ def add_rms_norm_quantize(
             scales,
             total,
             x,
+            x if other is None else other,
             weight,
             scales if scale is None else scale,
             rows,
@@ -120,6 +124,7 @@ def add_rms_norm_quantize(
             SIZE=size,
             BLOCK=block,
             ROWS=per_program,
+            HAS_OTHER=other is not None,
             HAS_RESIDUAL=residual is not None,
             LIMIT=max_quantized(dtype),
             INT8=dtype == torch.int8,

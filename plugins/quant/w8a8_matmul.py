@@ -16,6 +16,7 @@ from engine.ops.gemm.persistent_matmul import ALIGNMENT
 from engine.ops.gemm.scaled_matmul import W8A8Tile, compile_matmul, gated_matmul, matmul
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.ops.gemm.transposed_launch import TransposedTile, compile_transposed, transposed_matmul
+from engine.plugins.quant.w8a8_waves import tile_by_waves
 
 ROW_CLASSES = (64, 128, 256, 512, 4096)
 """Row classes: a number of rows uses the choice of the smallest class that is not less, or of the last."""
@@ -170,11 +171,15 @@ class W8A8Matmul:
         return self.multiply(x, weights, bias, self.tile(x.shape[0]))
 
     def tile(self, rows: int) -> Tile:
-        """The tile chosen for this many rows, else the default. None: torch's kernel."""
+        """The tile chosen for this many rows, else the default, or another that fills waves better. None: torch's
+        kernel."""
         if self._one_wave is not None and rows in ONE_WAVE_ROWS:
             return self._one_wave
         row_class = next((size for size in self.row_classes if size >= rows), self.row_classes[-1])
-        return self._chosen[row_class] if row_class in self._chosen else self.default_tile(rows)
+        tile = self._chosen[row_class] if row_class in self._chosen else self.default_tile(rows)
+        if isinstance(tile, W8A8Tile) and row_class == ROW_CLASSES[-1]:
+            tile = tile_by_waves(tile, rows, self.outputs, num_sms(self.device))
+        return tile
 
     def default_tile(self, rows: int) -> W8A8Tile | None:
         """The tile used unless another was chosen. None: torch's kernel."""

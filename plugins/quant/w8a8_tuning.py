@@ -8,7 +8,7 @@ import torch
 
 from engine.core.autotune import AutotunedOp, Operands, version_of
 from engine.ops.activation import quantize_rows
-from engine.ops.common import gluon_copies, gluon_tiles, launch, polling
+from engine.ops.common import gluon_copies, gluon_tiles, launch
 from engine.ops.gemm import (
     persistent_matmul,
     scaled_matmul,
@@ -44,7 +44,7 @@ class W8A8Op(AutotunedOp[Tile]):
     @property
     def version(self) -> str:
         kernels = (persistent_matmul, quantize_rows, scaled_matmul, specialized_matmul, split_k)
-        shared = (gluon_copies, gluon_tiles, launch, polling, stream_k, tile_order)
+        shared = (gluon_copies, gluon_tiles, launch, stream_k, tile_order)
         return version_of(*shared, transposed_launch, transposed_matmul, w8a8_matmul, *kernels)
 
     @property

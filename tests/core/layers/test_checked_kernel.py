@@ -87,6 +87,9 @@ CALLS: dict[str, Callable[[Linear, Any], Any]] = {
     "apply_quantized_gated": lambda linear, fused: linear.gated(Quantized(X)),
     "supports_rows": lambda linear, fused: linear.fused_input_quantization(X),
     "norm_and_quantize": lambda linear, fused: fused().norm_and_quantize(X, None, X[0], 1e-6, linear.weights),
+    "sum_norm_and_quantize": lambda linear, fused: fused().sum_norm_and_quantize(
+        X.clone(), X, None, X[0], 1e-6, linear.weights
+    ),
     "activate_and_quantize": lambda linear, fused: fused().activate_and_quantize(X.repeat(1, 2), linear.weights),
 }
 """Method -> how a layer, or the layer before, comes to call the method."""
@@ -109,6 +112,14 @@ def test_right_results_pass_and_the_methods_are_the_kernel_s_own_after_the_check
     assert linear.fused_input_quantization(X) is linear.kernel.fused_input_quantization()
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_checked_methods_say_what_the_kernel_s_own_say_of_norm_weights(reads: bool) -> None:
+    linear = make(ResultChecks(), fused={"reads_float32_norm_weight": reads})
+    fused = linear.fused_input_quantization(X)
+    assert fused is not None
+    assert fused.reads_float32_norm_weight == reads
+
+
 @pytest.mark.parametrize(
     ("name", "answer", "message"),
     [
@@ -125,6 +136,11 @@ def test_right_results_pass_and_the_methods_are_the_kernel_s_own_after_the_check
         ("supports_rows", None, r"supports_rows\(\) of gate: None, not True or False"),
         ("norm_and_quantize", X, r"norm_and_quantize\(\) of gate: a tensor of \[2, 4\] float32 on cpu, not a pair of"),
         ("norm_and_quantize", (Quantized(X), None), r"norm_and_quantize\(\) of gate: as the next residual None, not"),
+        (
+            "sum_norm_and_quantize",
+            X,
+            r"sum_norm_and_quantize\(\) of gate: a tensor of \[2, 4\] float32 on cpu, not a pair",
+        ),
         (
             "activate_and_quantize",
             X,

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from engine.core.distributed import PartialSum
+from engine.core.distributed.partial_sum import SplitSum
+from engine.core.distributed.sum_exchange import ExchangedSum
 from engine.core.layers import LayerFactory, RotarySpec
 from engine.core.layers.fused import FusedAttention
 from engine.core.layers.skinny_linear import ROW_CLASSES, SkinnyKernel
@@ -125,6 +127,9 @@ class NextLinear:
     def norm_and_quantize(self, *given: Any) -> Any:
         return "made", given
 
+    def sum_norm_and_quantize(self, *given: Any) -> Any:
+        return "made of two", given
+
 
 def test_norm_is_quantized_for_the_next_layer() -> None:
     norm = both(lambda layers: layers.norm("norm", 48, 1e-5))[1]
@@ -164,6 +169,62 @@ def test_norm_of_a_partial_sum_is_quantized_unless_its_kernel_reduces() -> None:
     norm = both(build, group=other)[1]
     normed, _ = norm.quantized_for(NextLinear(), PartialSum(x[:2], other), residual[:2].clone())
     close(normed, alone(2 * x[:2], residual[:2])[0])
+
+
+class Received:
+    """Stands in for a SumExchange that has received the other rank's addend."""
+
+    def __init__(self, theirs: torch.Tensor) -> None:
+        self.theirs = theirs
+        self.released = 0
+
+    def receive(self, started: ExchangedSum) -> torch.Tensor:
+        return self.theirs
+
+    def release(self, received: ExchangedSum) -> None:
+        self.released += 1
+
+
+def test_norm_adds_the_addends_of_an_exchange() -> None:
+    group = Doubling(0, 2)
+    plain, fused = both(lambda layers: layers.norm("norm", 48, 1e-5), group=group)
+    x, theirs, residual = randn(4, 48), randn(4, 48) + 2, randn(4, 48) + 1
+    for given in (residual, None):
+        expected = plain(x + theirs, given)
+        for norm in (plain, fused):
+            for rows in (4, 2):  # two rows do not make a kernel of the next layer quantize
+                exchange: Any = Received(theirs[:rows])
+                old = None if given is None else given[:rows].clone()
+                exchanged = ExchangedSum(x[:rows].clone(), group, exchange, 0)
+                found = norm.quantized_for(NextLinear(), exchanged, old) if rows == 2 else norm(exchanged, old)
+                for one, other in zip(found, expected, strict=True):
+                    close(one, other[:rows])
+                assert exchange.released == 1
+
+
+def test_norm_of_an_exchange_is_quantized_for_the_next_layer() -> None:
+    norm = both(lambda layers: layers.norm("norm", 48, 1e-5))[1]
+    x, theirs, residual = randn(3, 48), randn(3, 48), randn(3, 48)
+    exchange: Any = Received(theirs)
+    made = norm.quantized_for(NextLinear(), ExchangedSum(x, Doubling(0, 2), exchange, 0), residual)
+    assert made == ("made of two", (x, theirs, residual, norm.weight, 1e-5, "its weights"))
+    assert exchange.released == 1
+    made = norm.quantized_for(NextLinear(), ExchangedSum(x, Doubling(0, 2), exchange, -1), residual)
+    assert made == ("made", (x, residual, norm.weight, 1e-5, "its weights")), "nothing is exchanged by a rank alone"
+
+
+def test_norm_of_a_split_sum_reduces_the_chunks() -> None:
+    group = Reaching(48, 4)
+    norms = both(lambda layers: layers.norm("norm", 48, 1e-5), group=group)
+    x, theirs, residual = randn(4, 48), randn(4, 48) + 2, randn(4, 48) + 1
+    expected = both(lambda layers: layers.norm("norm", 48, 1e-5))[0](x + theirs, residual)
+    for norm in norms:
+        chunks = []
+        for begin, end in ((0, 3), (3, 4)):
+            exchange: Any = Received(theirs[begin:end])
+            chunks.append(ExchangedSum(x[begin:end].clone(), group, exchange, 0))
+        for one, other in zip(norm(SplitSum(chunks, group), residual.clone()), expected, strict=True):
+            close(one, other)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 7, 16, 17, 40])

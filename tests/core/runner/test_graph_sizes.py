@@ -39,12 +39,15 @@ def test_token_counts_reach_the_maximum_and_pad_little(most: int) -> None:
     ("launch", "seconds", "expected"),
     [
         (0.020, 0.0215, 8192),  # the host takes longer than the device
+        (0.011, 0.020, 8192),  # it does once its launches take twice as long, or nearly
+        (0.0075, 0.0199, 8192),  # and with the time of planning
+        (0.0075, 0.0200, 3328),
         (0.037, 0.111, 2944),  # 1.1 / 3 of 8192, in whole 64
         (0.005, 0.100, MIN_GRAPH_TOKENS),
         (0.030, 0.029, 8192),  # clocks are not exact
     ],
 )
-def test_steps_have_graphs_until_they_take_the_device_as_long_as_the_host_launches(
+def test_steps_have_graphs_until_they_take_the_device_as_long_as_the_host(
     launch: float, seconds: float, expected: int
 ) -> None:
     assert find_max_graph_tokens(8192, launch, seconds) == expected

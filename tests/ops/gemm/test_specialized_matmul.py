@@ -11,6 +11,7 @@ from engine.ops.activation.quantize_rows import VALUE_ROW_MULTIPLE
 from engine.ops.gemm import persistent_matmul, specialized_matmul
 from engine.ops.gemm.scaled_matmul import GATED_TILE, gated_matmul, matmul
 from engine.ops.gemm.skinny_launch import Workspace
+from engine.plugins.quant.w8a8_waves import SQUARE_TILE
 
 from .w8a8 import Operands, before_others, check_close
 
@@ -69,3 +70,13 @@ def test_gated_products_keep_numbers_that_are_not_finite(kind: str, hopper: torc
         assert found[3].isnan().all()
         assert found[:, 7].isnan().all()
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [640, 1152, 2176])
+def test_square_tiles_have_the_int8_bits_of_large_ones(rows: int, hopper: torch.device) -> None:
+    operands = Operands("int8", rows, 4096, 4096, hopper, half=torch.bfloat16)
+    codes = (operands.x_codes, operands.x_scale, operands.weight, operands.scale, None, torch.bfloat16)
+    square, large = (matmul(*codes, tile, Workspace(hopper)) for tile in (SQUARE_TILE, GATED_TILE))
+    check_close(square, operands.exact(codes=True), LIMIT)
+    assert torch.equal(square, large)

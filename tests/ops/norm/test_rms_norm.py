@@ -41,6 +41,27 @@ def test_add_rms_norm_equals_float64(rows: int, size: int, dtype: Any, device: t
     check(rows, size, dtype, device)
 
 
+def check_other(rows: int, size: int, dtype: Any, device: torch.device) -> None:
+    """A second addend is added as by an operation of its own, to the last bit."""
+    x, other, residual = (torch.randn(rows, size, device=device).to(dtype) for _ in range(3))
+    weight = torch.randn(size, device=device).to(dtype)
+    for given in (residual, None):
+        summed = x + other
+        expected, expected_total = add_rms_norm(summed, None if given is None else given.clone(), weight, 1e-5)
+        ours, kept = x.clone(), other.clone()
+        out, total = add_rms_norm(ours, None if given is None else given.clone(), weight, 1e-5, other)
+        assert torch.equal(out, expected)
+        assert torch.equal(total, expected_total)
+        assert torch.equal(other, kept)
+        assert given is not None or total is ours
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter cuts bfloat16 off
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 96), (5, 1000), (MAX_SINGLE_ROWS + 3, 24)])
+def test_second_addend_is_rounded_before_the_residual(rows: int, size: int, dtype: Any, device: torch.device) -> None:
+    check_other(rows, size, dtype, device)
+
+
 def test_add_rms_norm_of_strided_and_more_dimensional_rows(device: torch.device) -> None:
     weight = torch.randn(32, device=device)
     x = torch.randn(3, 5, 64, device=device)[..., ::2]
@@ -68,3 +89,10 @@ def test_row_that_is_not_finite_does_not_affect_others(device: torch.device) -> 
 @pytest.mark.parametrize(("rows", "size"), [(1, 4096), (256, 1024), (8192, 4096), (16384, 1024), (300, 5120)])
 def test_add_rms_norm_equals_float64_at_real_sizes(rows: int, size: int, dtype: Any, device: torch.device) -> None:
     check(rows, size, dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("rows", "size"), [(512, 4096), (4096, 4096), (1024, 5120), (2048, 1024)])
+def test_second_addend_at_real_sizes(rows: int, size: int, dtype: Any, device: torch.device) -> None:
+    check_other(rows, size, dtype, device)

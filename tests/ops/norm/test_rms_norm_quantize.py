@@ -47,6 +47,30 @@ def test_fused_kernel_equals_two_kernels(rows: int, size: int, half: Any, dtype:
     check(x, None, weight, dtype)
 
 
+def check_other(rows: int, size: int, half: Any, dtype: Any, device: torch.device) -> None:
+    x, residual, weight = operands(rows, size, half, device)
+    other = torch.randn_like(x)
+    for given in (residual, None):
+        expected = add_rms_norm_quantize(x + other, None if given is None else given.clone(), weight, EPS, dtype)
+        theirs = None if given is None else given.clone()
+        found = add_rms_norm_quantize(x.clone(), theirs, weight, EPS, dtype, other=other)
+        for one, wanted in zip(found, expected, strict=True):
+            assert torch.equal(one.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", CODES)
+@pytest.mark.parametrize(("rows", "size"), [(3, 64), (2, 200), (5, 1000)])
+def test_second_addend_is_rounded_before_the_residual(rows: int, size: int, dtype: Any, device: torch.device) -> None:
+    check_other(rows, size, torch.float16, dtype, device)  # the interpreter cuts bfloat16 off
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", CODES)
+@pytest.mark.parametrize(("rows", "size"), [(512, 4096), (4096, 4096), (1024, 5120)])
+def test_second_addend_at_real_sizes(rows: int, size: int, dtype: Any, device: torch.device) -> None:
+    check_other(rows, size, torch.bfloat16, dtype, device)
+
+
 @pytest.mark.parametrize("size", [24, 600])
 def test_several_rows_per_program(size: int, device: torch.device, half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm, "MAX_SINGLE_ROWS", 2)

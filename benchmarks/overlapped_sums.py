@@ -1,0 +1,163 @@
+"""Prefill of two tensor-parallel ranks with sums next to computation (SumExchange) and without, in turns.
+
+    python benchmarks/overlapped_sums.py [--case llama-3.1-8b:none] [--json FILE]
+
+"off" is one NCCL all-reduce per sum, "on" the exchange of two chunks next to computation. Each rank is a process with
+an engine for each, which plan the same steps as those of the other rank. Random weights, prompts of random tokens, one
+token out; medians of runs in turns. The log-probabilities of a few tokens are compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import asdict
+from models import write_model
+from rank_processes import run_ranks
+from tensor_parallel import rank_executor
+
+from engine.cli.bench.latency import measure_decode
+from engine.cli.bench.load import Load, opened, run_load, say
+from engine.cli.bench.profile import print_profile, profile_prefill
+from engine.cli.bench.report import Row, report, write
+from engine.core.config import load_config
+from engine.core.engine import Engine
+from engine.core.types import Request, SamplingParams
+
+STEPS = {
+    "1 x 2048": (2048,),
+    "1 x 4096": (4096,),
+    "2 x 4096": (4096,) * 2,
+    "16 x 2048": (2048,) * 16,
+}
+MODES = ("on", "off")
+SCORED = (2048, 3000)
+"""Lengths of prompts whose log-probabilities are compared."""
+DECODED = (1, 64)
+"""Batches of decode steps."""
+
+
+def scores(engine: Engine, lengths: tuple[int, ...]) -> list[Any]:
+    """Tokens and log-probabilities of a few greedy tokens behind two prompts."""
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=5)
+    prompts = Load(name="", lengths=tuple((length, 4) for length in lengths), seed=7).prompts(engine.vocab_size)
+    for number, prompt in enumerate(prompts):
+        engine.add(Request(id=f"scored {number}", prompt=prompt, params=params, arrival=time.monotonic()))
+    found: dict[str, list[Any]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            tops = [[list(one) for one in entry.top] for entry in output.logprobs]
+            found.setdefault(output.request, []).append([list(output.tokens), tops])
+    return sorted(found.items())
+
+
+def graph_tokens(engine: Engine) -> int:
+    """Tokens of the largest step that is replayed as CUDA graphs."""
+    executor: Any = engine._executor
+    graphs = executor._runner._launcher._piecewise_graphs
+    return graphs.max_tokens if graphs is not None else 0
+
+
+def measure_rank(arguments: argparse.Namespace) -> list[Row]:
+    """This rank's times."""
+    rank, ranks = arguments.rank
+    model, _, quant = arguments.case.partition(":")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        overrides: dict[str, Any] = {
+            "model.path": str(write_model(Path(directory), model)),
+            "model.load_format": "dummy",
+            "model.max_len": 4352,
+            "cache.prefix_caching": False,
+            "cache.memory": "8GiB",
+            "executor.device": f"cuda:{rank}",
+        } | ({} if quant in ("", "none") else {"quant.name": quant})
+        config = load_config(overrides=overrides | dict(one.split("=", 1) for one in arguments.set)).config
+        engines: dict[str, Engine] = {}
+        for mode in MODES:
+            begun = time.perf_counter()
+            executor = rank_executor(rank, ranks, f"{arguments.meet}-{mode}", exchanges=mode == "on")
+            engines[mode] = stack.enter_context(opened(config, executor=executor))
+            if rank == 0:
+                say(f"{mode}: {time.perf_counter() - begun:.1f} s, graphs up to {graph_tokens(engines[mode])} tokens")
+            rows.append(Row(metric="graphs up to", case=mode, value=graph_tokens(engines[mode]), unit="tokens"))
+        on, again, off_scores = (scores(engines[mode], SCORED) for mode in ("on", "on", "off"))
+        tokens = [[[each[0] for each in one] for _, one in given] for given in (off_scores, on)]
+        say(
+            f"rank {rank}: log-probabilities equal: on twice {on == again}, on and off {on == off_scores};"
+            f" tokens, on and off {tokens[0] == tokens[1]}"
+        )
+        for name, lengths in STEPS.items():
+            times: dict[str, list[float]] = {mode: [] for mode in MODES}
+            launches: dict[str, list[float]] = {mode: [] for mode in MODES}
+            repeats = arguments.repeat if len(lengths) < 16 else max(arguments.repeat // 3, 2)
+            for number in range(-1, repeats):
+                for mode in MODES[:: 1 if number % 2 else -1]:
+                    load = Load(name="", lengths=tuple((length, 1) for length in lengths))
+                    run = run_load(engines[mode], load, prefix=f"{name} {number}-")
+                    if number >= 0:
+                        times[mode].append(run.seconds)
+                        launches[mode].append(run.phases.get("launch", 0.0))
+            for mode in MODES:
+                value, launch = statistics.median(times[mode]), statistics.median(launches[mode])
+                rate = sum(lengths) / value
+                rows.append(Row(metric=f"prefill, {mode}", case=name, value=value * 1e3, unit="ms"))
+                rows.append(Row(metric=f"prefill rate, {mode}", case=name, value=rate, unit="tokens/s"))
+                rows.append(Row(metric=f"launch, {mode}", case=name, value=launch * 1e3, unit="ms"))
+                if rank == 0:
+                    say(
+                        f"{arguments.case} {name:<10} {mode:<4} {value * 1e3:8.2f} ms {rate:9,.0f}/s  best"
+                        f" {min(times[mode]) * 1e3:.2f}  launch {launch * 1e3:.1f}"
+                    )
+        if arguments.profile:
+            for mode in MODES:
+                profile = profile_prefill(engines[mode], 16, 2048)
+                if rank == 0:
+                    say(mode)
+                    print_profile(profile)
+                    ran = sorted(profile.ran, key=lambda one: one.begin)
+                    middle = ran[len(ran) // 2 :][:36]
+                    for one in middle:
+                        begin = one.begin - middle[0].begin
+                        say(f"{one.lane:>6}{begin:10.1f}{one.end - one.begin:9.1f}  {one.name[:90]}")
+        for batch in DECODED:
+            for mode in MODES:
+                step = measure_decode(engines[mode], batch, 128, 64, 2).step
+                rows.append(Row(metric=f"decode step, {mode}", case=f"batch {batch}", value=step * 1e3, unit="ms"))
+    return rows
+
+
+def main() -> None:
+    """Run both ranks and write rank 0's times."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", default="llama-3.1-8b:none", metavar="MODEL:QUANT")
+    parser.add_argument("--profile", action="store_true", help="also print the kernels of a step")
+    parser.add_argument("--repeat", type=int, default=6)
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", type=int, nargs=2, metavar=("RANK", "RANKS"), help="be one of several ranks")
+    parser.add_argument("--meet", default="", help="with --rank: a file where they meet")
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        arguments.json.write_text(json.dumps(list(map(asdict, measure_rank(arguments)))))
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        options = ["--case", arguments.case, "--repeat", str(arguments.repeat)]
+        options += [f"--set={one}" for one in arguments.set] + ["--profile"] * arguments.profile
+        found = run_ranks(__file__, 2, options, Path(directory))
+    if arguments.json is not None:
+        rows = [Row(**row) for row in found[0]]
+        settings = {"case": arguments.case, "given": arguments.set}
+        write(arguments.json, report("overlapped-sums", torch.cuda.get_device_name(), rows, settings))
+
+
+if __name__ == "__main__":
+    main()

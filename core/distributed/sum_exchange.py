@@ -1,0 +1,327 @@
+"""All-reduces of two ranks that run next to computation: copies by the GPUs' copy engines, over NVLink.
+
+An all-reduce kernel needs multiprocessors, which the GEMMs of a large prefill step all use; a copy engine needs none.
+Each rank copies its addend whole into a receive buffer of the other, in a stream of its own, which for two ranks moves
+as few bytes as any all-reduce. Then it sets a flag next to the buffer. The other rank's compute stream waits for the
+flag, which occupies no multiprocessor either, and adds its own addend. Both ranks add the same two numbers with one
+rounding, so that the sums are the same on both to the last bit.
+
+Flags of a rank, in its own memory: `arrived` of a buffer is set by the other rank behind the data; `free` of a buffer
+of the *other* rank is set by the other rank when it has read it, and lets this rank copy there again. Flags are 0 or 1,
+and whoever waits for one clears it, so that the operations are the same in every step and CUDA graphs can hold them.
+
+`arrived` is cleared before `free` is set, and the other rank sets it again only after that. Freeing needs no operation
+of the compute stream: a copy starts behind an event of that stream, by which all buffers that were read before are
+free. At most two exchanges are in progress, and there are four buffers, so that a copy never waits for a buffer for
+long: the exchange that had it before ended before the last but one began.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.core.distributed.partial_sum import PartialSum
+from engine.core.errors import ExecutorError
+
+if TYPE_CHECKING:
+    from engine.core.distributed.rank_group import RankGroup
+
+BUFFERS = 4
+"""Receive buffers: for the two chunks of attention and the two of the MLP."""
+MAX_IN_PROGRESS = 2
+MIN_ROWS = 2048
+"""Smaller sums are not split: two small GEMMs take longer than one, and so do the waits of so many short kernels."""
+CHUNK_MULTIPLE = 128
+"""Rows of a tile of the GEMMs: a chunk of other sizes computes tiles in part."""
+_WAIT, _WRITE = 1, 2
+"""CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32."""
+_EQUAL = 1
+"""CU_STREAM_WAIT_VALUE_EQ."""
+_NO_TIMING = 2
+"""CU_EVENT_DISABLE_TIMING."""
+
+
+class _MemOp(ctypes.Structure):
+    """CUstreamBatchMemOpParams: a wait for a 32-bit number, or a write of one."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("pad", ctypes.c_uint64),
+    )
+
+
+class ExchangedSum(PartialSum):
+    """Rows of a partial sum whose exchange with the other rank has started."""
+
+    __slots__ = ("_exchange", "_is_pending", "_sum", "slot")
+
+    def __init__(self, addend: torch.Tensor, group: RankGroup, exchange: SumExchange, slot: int) -> None:
+        """slot: the number of the receive buffer; -1: the rank is alone, and nothing is exchanged."""
+        super().__init__(addend, group)
+        self.slot = slot
+        self._exchange = exchange
+        self._is_pending = slot >= 0
+        self._sum: torch.Tensor | None = None if self._is_pending else addend
+
+    def receive(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Both ranks' addends, which the caller adds, rounding once, before it calls `release`. The current stream
+        waits for the other rank, not the host.
+
+        The second is None if the first is the sum already; there is nothing to release then.
+        """
+        if self._sum is not None:
+            return self._sum, None
+        return self._addend, self._exchange.receive(self)
+
+    def release(self) -> None:
+        """Let the other rank send again, once the current stream has done what was launched before."""
+        self._is_pending = False
+        self._exchange.release(self)
+
+    def reduce(self) -> torch.Tensor:
+        """The sum over both ranks, in the addend's memory. May be called again."""
+        one, other = self.receive()
+        if other is not None:
+            self._sum = one.add_(other)
+            self.release()
+        return one
+
+    def settle(self) -> None:
+        """Compute the sum now, in new memory, so that another exchange can start."""
+        one, other = self.receive()
+        if other is not None:
+            self._sum = one + other
+            self.release()
+
+    def withdraw(self) -> torch.Tensor:
+        """This rank's addend, which then is part of another sum; instead of `reduce`."""
+        if self._is_pending:
+            self.receive()
+            self.release()
+        return self._addend
+
+
+class SumExchange:
+    """Exchanges the addends of two ranks."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        allocate: Callable[[int], tuple[torch.Tensor, Sequence[int]]],
+        device: torch.device,
+        *,
+        max_rows: int,
+        size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """allocate: makes memory of that many bytes which both ranks can reach, and returns it and the ranks'
+        addresses of it. max_rows: of a whole sum."""
+        self._group = group
+        self.max_rows = max_rows
+        self.size = size
+        self.dtype = dtype
+        self.is_alone = False
+        rows = self._first_rows(max_rows)
+        row = size * dtype.itemsize
+        self._nbytes = -(-rows * row // 256) * 256
+        memory, addresses = allocate(BUFFERS * self._nbytes + 256)
+        self.nbytes = memory.nbytes
+        """Bytes of the receive buffers."""
+        self._memory = memory
+        self._received = [
+            memory[index * self._nbytes :][: rows * row].view(dtype).view(rows, size) for index in range(BUFFERS)
+        ]
+        flags = memory[BUFFERS * self._nbytes :].view(torch.int32)
+        flags.fill_(0)
+        flags[BUFFERS : 2 * BUFFERS].fill_(1)
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)
+        group.minimum(0)  # a barrier: no rank sends before all flags are set
+        own, other = addresses[group.rank], addresses[1 - group.rank]
+        self._buffers = [other + index * self._nbytes for index in range(BUFFERS)]
+        arrived, free = (BUFFERS * self._nbytes + 4 * BUFFERS * index for index in range(2))
+        self._own_arrived = [own + arrived + 4 * index for index in range(BUFFERS)]
+        self._other_arrived = [other + arrived + 4 * index for index in range(BUFFERS)]
+        self._own_free = [own + free + 4 * index for index in range(BUFFERS)]
+        self._other_free = [other + free + 4 * index for index in range(BUFFERS)]
+        self._driver = _Driver()
+        self._device = device
+        self._index = device.index if device.index is not None else torch.cuda.current_device()
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side = self._stream.cuda_stream
+        self._ready = [self._driver.event() for _ in range(BUFFERS)]
+        self._sent = [self._driver.event() for _ in range(BUFFERS)]
+        self._all_read, self._all_freed = self._driver.event(), self._driver.event()
+        self._arrival = [_batch([(_WAIT, address, 1)]) for address in self._own_arrived]
+        self._forget = [_batch([(_WRITE, address, 0)]) for address in self._own_arrived]
+        self._take = [_batch([(_WAIT, address, 1), (_WRITE, address, 0)]) for address in self._own_free]
+        self._announce = [_batch([(_WRITE, address, 1)]) for address in self._other_arrived]
+        self._free_and_take = cache(self._free_and_take_operations)
+        self._in_progress: list[ExchangedSum] = []
+        self._read: list[int] = []
+        """Buffers that have been read, but not freed yet."""
+        self._next = 0
+
+    def supports(self, size: int, dtype: str) -> bool:
+        """Whether rows of that many numbers of this dtype can be exchanged."""
+        return size == self.size and getattr(torch, dtype) == self.dtype
+
+    def split(self, rows: int) -> int | None:
+        """Number of rows in the first of two chunks. None: too few rows, or too many."""
+        return self._first_rows(rows) if MIN_ROWS <= rows <= self.max_rows else None
+
+    @staticmethod
+    def _first_rows(rows: int) -> int:
+        return -(-rows // (2 * CHUNK_MULTIPLE)) * CHUNK_MULTIPLE
+
+    def start(self, addend: torch.Tensor) -> ExchangedSum:
+        """Send rows to the other rank: [rows, size], once the current stream has computed them."""
+        if self.is_alone:
+            return ExchangedSum(addend, self._group, self, -1)
+        if len(self._in_progress) == MAX_IN_PROGRESS:
+            self._in_progress[0].settle()
+        addend = addend.contiguous()
+        slot, self._next = self._next, (self._next + 1) % BUFFERS
+        driver, side, ready = self._driver, self._side, self._ready[slot]
+        nbytes = addend.nbytes
+        failed = driver.record(ready, _current_stream(self._index)) or driver.wait_event(side, ready, 0)
+        if torch.cuda.is_current_stream_capturing():
+            failed = (
+                failed
+                or self._free_captured()
+                or self._run(side, self._take[slot])
+                or driver.copy(self._buffers[slot], addend.data_ptr(), nbytes, side)
+                or self._set_captured(self._other_arrived[slot])
+            )
+        else:
+            failed = (
+                failed
+                or self._run(side, self._free_and_take(slot, tuple(self._read)))
+                or driver.copy(self._buffers[slot], addend.data_ptr(), nbytes, side)
+                or self._run(side, self._announce[slot])
+            )
+            self._read.clear()
+        self._check(failed or driver.record(self._sent[slot], side))
+        started = ExchangedSum(addend, self._group, self, slot)
+        self._in_progress.append(started)
+        return started
+
+    def receive(self, started: ExchangedSum) -> torch.Tensor:
+        """As ExchangedSum.receive: the other rank's addend. Sums that were started before are computed first."""
+        while self._in_progress[0] is not started:
+            self._in_progress[0].settle()
+        slot, stream = started.slot, _current_stream(self._index)
+        # The copy to the other rank must end before the addend's memory changes. First, so that the wait for the other
+        # rank cannot hold up what the other rank waits for, should both streams share a queue of the device.
+        self._check(self._driver.wait_event(stream, self._sent[slot], 0) or self._run(stream, self._arrival[slot]))
+        return self._received[slot][: len(started.addend)]
+
+    def release(self, received: ExchangedSum) -> None:
+        """As ExchangedSum.release."""
+        del self._in_progress[0]
+        self._read.append(received.slot)
+        if not self._in_progress:
+            self._end(_current_stream(self._index))
+
+    def _end(self, stream: int) -> None:
+        """Free all buffers, since the next exchange may be that of a CUDA graph, which frees its own only."""
+        driver, side = self._driver, self._side
+        self._next = 0
+        failed = driver.record(self._all_read, stream) or driver.wait_event(side, self._all_read, 0)
+        if torch.cuda.is_current_stream_capturing():
+            failed = (
+                failed
+                or self._free_captured()
+                or driver.record(self._all_freed, side)
+                or driver.wait_event(stream, self._all_freed, 0)  # a capture ends with the stream that it began with
+            )
+        else:
+            failed = failed or self._run(side, self._free_and_take(None, tuple(self._read)))
+            self._read.clear()
+        self._check(failed)
+
+    def _free_and_take_operations(self, slot: int | None, read: tuple[int, ...]) -> Any:
+        """Operations that let the other rank copy again to the buffers in `read`, and wait for its buffer `slot`."""
+        operations = [
+            one for each in read for one in ((_WRITE, self._own_arrived[each], 0), (_WRITE, self._other_free[each], 1))
+        ]
+        if slot is not None:
+            operations += [(_WAIT, self._own_free[slot], 1), (_WRITE, self._own_free[slot], 0)]
+        return _batch(operations)
+
+    def _free_captured(self) -> int:
+        """Let the other rank copy again to the buffers that were read, by operations that a graph can hold."""
+        failed = 0
+        for slot in self._read:
+            failed = failed or self._run(self._side, self._forget[slot]) or self._set_captured(self._other_free[slot])
+        self._read.clear()
+        return failed
+
+    def _set_captured(self, flag: int) -> int:
+        """Set a flag of the other rank by a copy: as in NCCL, memory operations of a graph are on own memory."""
+        return self._driver.copy(flag, self._one.data_ptr(), self._one.nbytes, self._side)
+
+    def _run(self, stream: int, operations: Any) -> int:
+        """Launch memory operations."""
+        return self._driver.memory_operations(stream, len(operations), operations, 0)
+
+    def _check(self, failed: int) -> None:
+        """failed: the result of calls of the driver, of which the first that fails ends an exchange."""
+        if failed:
+            group = self._group
+            raise ExecutorError(
+                f"rank {group.rank} of {group.ranks}: an exchange of addends failed: CUDA error {failed}"
+            )
+
+
+def _current_stream(index: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
+def _batch(operations: Sequence[tuple[int, int, int]]) -> Any:
+    """An array of memory operations: (_WAIT or _WRITE, address, number)."""
+    array = (_MemOp * len(operations))()
+    for one, (operation, address, value) in zip(array, operations, strict=True):
+        one.operation, one.address, one.value = operation, address, value
+        one.flags = _EQUAL if operation == _WAIT else 0
+    return array
+
+
+class _Driver:
+    """The few functions of the CUDA driver that torch does not have. They return 0, or the number of an error."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        handle, number, address = ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint64
+
+        def function(name: str, *arguments: Any) -> Callable[..., int]:
+            found = getattr(library, name)
+            found.argtypes = arguments
+            return found  # type: ignore[no-any-return]
+
+        self.memory_operations = function("cuStreamBatchMemOp_v2", handle, number, ctypes.c_void_p, number)
+        """Stream, number of operations, their array, 0."""
+        self.copy = function("cuMemcpyAsync", address, address, ctypes.c_size_t, handle)
+        """Target, source, bytes, stream."""
+        self.record = function("cuEventRecord", handle, handle)
+        """Event, stream."""
+        self.wait_event = function("cuStreamWaitEvent", handle, handle, number)
+        """Stream, event, 0."""
+        self._create = function("cuEventCreate", ctypes.c_void_p, number)
+
+    def event(self) -> int:
+        """A new event. Raises RuntimeError if the driver fails."""
+        made = ctypes.c_void_p()
+        failed = self._create(ctypes.byref(made), _NO_TIMING)
+        if failed or made.value is None:
+            raise RuntimeError(f"CUDA error {failed} in cuEventCreate")
+        return made.value

@@ -1,0 +1,98 @@
+"""Loads, operands and stores of the kernels for up to 8 rows of x, which multiply by mma.sync from registers.
+
+See w4a16_few_rows.py.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from engine.ops.activation.act_and_mul import activate
+from engine.ops.gemm.persistent_w4a16 import RUN, SPAN, row_of_lane
+from engine.ops.gemm.skinny import GATED
+
+COLUMNS = gl.constexpr(8)
+"""Rows of x, at most."""
+
+
+@gluon.jit
+def left_of(pairs, FIELDS: gl.constexpr, LEFT: gl.constexpr, DTYPE: gl.constexpr):
+    """Pairs of weights of FIELDS fields, [warps, rows, SPAN / 2 * FIELDS] int32 with fields innermost, as the left
+    operand: a thread's 16 bytes are the operands of two products per field, one field after the other."""
+    both = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).to(DTYPE, bitcast=True)
+    parts = gl.reshape(both, [pairs.shape[0], pairs.shape[1], 2, 4, 2, 2, FIELDS, 2])
+    ordered = gl.permute(parts, [0, 1, 2, 4, 6, 5, 3, 7])
+    flat = gl.reshape(ordered, [pairs.shape[0], pairs.shape[1], SPAN * FIELDS])
+    return gl.convert_layout(flat, LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def right_of(pairs, FIELDS: gl.constexpr, RIGHT: gl.constexpr, DTYPE: gl.constexpr):
+    """Pairs of inputs of FIELDS fields, [warps, SPAN / 2, COLUMNS * FIELDS] int32 with fields innermost, in the order
+    of `left_of`: the right operand."""
+    both = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).to(DTYPE, bitcast=True)
+    parts = gl.reshape(both, [pairs.shape[0], 2, 4, 2, 2, COLUMNS, FIELDS, 2])
+    ordered = gl.permute(parts, [0, 1, 3, 6, 4, 2, 7, 5])
+    flat = gl.reshape(ordered, [pairs.shape[0], SPAN * FIELDS, COLUMNS])
+    return gl.convert_layout(flat, RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def with_one(several, NUMBER: gl.constexpr, one):
+    """The tuple `several` with element NUMBER replaced."""
+    return several[:NUMBER] + (one,) + several[NUMBER + 1 :]  # noqa: RUF005 Triton knows no *several
+
+
+@gluon.jit
+def load_blocks(places, block, blocks, stride):
+    """What is at `places` of block 0, of other blocks; 0 beyond the last. block: a number per warp, of places' rank."""
+    return gl.load(places + block * stride, mask=block < blocks, other=0)
+
+
+@gluon.jit
+def load_x(
+    places,
+    base,
+    warp,
+    column,
+    present,
+    blocks,
+    inputs,
+    FIELDS: gl.constexpr,
+    FIRST: gl.constexpr,
+    COUNT: gl.constexpr,
+    WHOLE_BLOCKS: gl.constexpr,
+):
+    """The inputs of COUNT fields, from FIRST on, of a block per warp, from block `base` on: pairs as one int32.
+
+    places: [warps, SPAN / 2, COLUMNS] pointers to x's inputs of field 0 of the first blocks, which are the pairs
+    `column` of a row. present: which columns x has. FIELDS: weights per word, that is, spans per block."""
+    found = ()
+    for field in gl.static_range(FIRST, FIRST + COUNT):
+        begin = (base * FIELDS + field) * (SPAN // 2)
+        inside = base + warp < blocks if WHOLE_BLOCKS else begin + column < inputs // 2
+        found = found + (gl.load(places + begin, mask=present & inside, other=0),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def store(out, total, bias, first, rows, weight_rows, EPILOGUE: gl.constexpr, BIAS: gl.constexpr):
+    """Apply bias and epilogue and store. total: [rows of W, COLUMNS] float32, from row `first` of the tiles on."""
+    TILE: gl.constexpr = total.shape[0]
+    if BIAS:
+        lane = gl.arange(0, TILE, gl.SliceLayout(1, total.type.layout))
+        row = row_of_lane(first, lane, weight_rows, EPILOGUE)
+        total += gl.expand_dims(gl.load(bias + row).to(gl.float32), 1)
+    if EPILOGUE >= GATED:
+        outputs = weight_rows // 2
+        begin = first // 2
+        gate, up = total.reshape((TILE // (2 * RUN), 2, RUN, COLUMNS)).permute((0, 2, 3, 1)).split()
+        value = activate(gate, up, EPILOGUE - GATED).reshape((TILE // 2, COLUMNS))
+    else:
+        outputs = weight_rows
+        begin = first
+        value = total
+    output = gl.expand_dims(begin + gl.arange(0, value.shape[0], gl.SliceLayout(1, value.type.layout)), 1)
+    m = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, value.type.layout)), 0)
+    gl.store(out + m * outputs + output, value.to(out.dtype.element_ty), mask=(output < outputs) & (m < rows))

@@ -1,0 +1,200 @@
+"""The W8A16 kernel for few rows: machine code, choice of tiles, and results next to float64."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.ops.gemm.few_rows_tile import FewRowsTile
+from engine.ops.gemm.packed_layout import PackedMatrix, W8Layout
+from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
+from engine.ops.gemm.weight_only_tiles import WeightOnlyShape, default_tile
+
+from .test_w4a16_few_rows import L1_SHARED, SMS, shared_memory_of
+from .test_weight_only import HOPPER, LLAMA, check
+from .w8a8 import Operands
+
+FLOAT8, INT8 = W8Layout(dtype="float8_e4m3fn"), W8Layout(dtype="int8")
+TILES = [
+    FewRowsTile(rows=rows, warps=warps, ahead=ahead, x_ahead=x_ahead, programs=programs, row_warps=row_warps)
+    for rows, warps, ahead, x_ahead, programs, row_warps in (
+        (16, 4, 4, 0, 3, 1),
+        (16, 8, 2, 4, 2, 1),
+        (32, 2, 1, 2, 8, 1),
+        (64, 4, 2, 2, 4, 4),
+        (32, 4, 2, 2, 4, 2),
+    )
+]
+COMPILE = """
+import json
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from engine.ops.gemm.few_rows_tile import FewRowsTile
+from engine.ops.gemm.skinny import GATED, PLAIN
+from engine.ops.gemm.w8a16_few_rows import w8a16_few_rows_kernel as kernel
+
+def compiled(tile, gated, is_float8, half):
+    constants = {
+        "TILE": tile.rows, "AHEAD": tile.ahead, "X_AHEAD": tile.x_ahead, "ROW_WARPS": tile.row_warps,
+        "IS_FLOAT8": is_float8, "WHOLE_BLOCKS": True,
+        "EPILOGUE": (GATED if gated else PLAIN).value, "BIAS": False, "PDL": True,
+    }
+    kind = "*fp16" if half else "*bf16"
+    types = {"out": kind, "x": "*i32", "packed": "*i32", "scales": "*fp32", "bias": kind}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in [*types, "weight_rows", "inputs"]}
+    source = GluonASTSource(kernel, signature, values, attributes)
+    options = {"num_warps": tile.warps, "launch_pdl": True, "maxnreg": tile.registers}
+    return triton.compile(source, GPUTarget("cuda", 90, 32), options).asm["sass"]
+
+kinds = [
+    (FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=4), False, True, False),
+    (FewRowsTile(rows=32, warps=2, ahead=1, x_ahead=2, programs=8), True, True, False),
+    (FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=4), False, False, False),
+    (FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=4), False, True, True),
+    (FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=4), False, False, True),
+]
+print(json.dumps([[tile.rows * tile.ahead, is_float8, half, compiled(tile, gated, is_float8, half)]
+                  for tile, gated, is_float8, half in kinds]))
+"""
+
+
+def test_weights_go_from_memory_to_products_in_registers() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for rows, is_float8, half, sass in json.loads(done.stdout):
+        lines = sass.splitlines()
+        products = [number for number, line in enumerate(lines) if "HMMA" in line]
+        loop = lines[products[0] : products[-1] + 1]
+        assert len(products) == rows // 2  # 16 rows of W and a block of 128 inputs take 8 products
+        pairs = rows * 128 // 64
+        # 4 instructions per pair of float8 in bfloat16, else 2 or 2.5.
+        most = {"F2FP": 2.1, "HADD2": 2} if is_float8 and not half else {"F2FP": 1.1, "PRMT": 1.1}
+        most = most if is_float8 else {"HFMA2": 1.1, "LOP3": 1.2, "SHF": 0.6}
+        for name in ("F2FP", "HADD2", "HFMA2", "LOP3", "SHF", "PRMT"):
+            assert sum(f"{name}" in line for line in lines) <= most.get(name, 0) * pairs + 32, name
+        assert not any(re.search(r"\b(LDS|STS|SHFL|BAR)\b", line) for line in loop)
+        assert sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in loop) < 0.02 * len(loop)
+
+
+def shape_of(outputs: int, inputs: int, layout: W8Layout, *, is_gated: bool = False) -> WeightOnlyShape:
+    return WeightOnlyShape(gated=is_gated, weight_rows=outputs, inputs=inputs, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "layout", "rows", "wgmma"),
+    [
+        (4096, 4096, INT8, 9, True),
+        (4096, 4096, INT8, 1, False),
+        (4096, 4092, INT8, 1, True),
+        (2048, 4096, FLOAT8, 1, True),
+        (128256, 4096, FLOAT8, 1, True),
+        (4096, 4096, W8Layout(dtype="float8_e4m3fn", scale_rows=128), 1, True),
+    ],
+)
+def test_other_kernels_serve_what_few_rows_tiles_do_not_support(
+    outputs: int, inputs: int, layout: W8Layout, rows: int, wgmma: bool
+) -> None:
+    tile = default_tile(shape_of(outputs, inputs, layout), rows, SMS, HOPPER, wgmma=wgmma)
+    assert not isinstance(tile, FewRowsTile)
+
+
+@pytest.mark.parametrize("outputs", [4096, 5120, 6144, 7168, 28672, 34816, 65536])
+@pytest.mark.parametrize("inputs", [4096, 5120, 17408])
+def test_default_tiles_have_registers_for_their_loads(outputs: int, inputs: int) -> None:
+    for rows in (1, 8):
+        shape = shape_of(outputs, inputs, INT8, is_gated=outputs > 8192)
+        tile = default_tile(shape, rows, SMS, HOPPER, wgmma=True)
+        assert isinstance(tile, FewRowsTile)
+        assert tile.registers * tile.warps * 32 * tile.programs <= 65536
+        loaded = tile.rows // tile.row_warps * tile.ahead + 8 * tile.x_ahead  # words of W and of x per thread
+        assert loaded < tile.registers * 0.7
+        assert tile.x_ahead // 2 in (0, 1) or tile.ahead % (tile.x_ahead // 2) == 0
+        assert shared_memory_of(tile) <= L1_SHARED
+
+
+def matrix_of(operands: Any) -> PackedMatrix:
+    layout = W8Layout(dtype=str(operands.weight.dtype).removeprefix("torch."))
+    return PackedMatrix(packed=layout.as_words(layout.pack(operands.weight)), scales=operands.scale, layout=layout)
+
+
+@pytest.fixture
+def multiplier(hopper: torch.device) -> Any:
+    return WeightOnlyMatmul(hopper)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 256), (33, 64), (100, 576), (66, 840), (40, 4160)])
+def test_products_equal_float64(
+    multiplier: Any, hopper: torch.device, outputs: int, inputs: int, kind: str, half: torch.dtype, tile: Any
+) -> None:
+    operands = Operands(kind, 3, outputs, inputs, hopper, biased=True, half=half)
+    found = multiplier.multiply_by_tile(operands.x, matrix_of(operands), operands.bias, False, tile)
+    check(found, operands.exact(codes=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 7, 8])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_numbers_of_rows(multiplier: Any, hopper: torch.device, kind: str, rows: int, tile: Any) -> None:
+    operands = Operands(kind, rows, 96, 1024, hopper, half=torch.bfloat16)
+    found = multiplier.multiply_by_tile(operands.x, matrix_of(operands), None, False, tile)
+    check(found, operands.exact(codes=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(("weight_rows", "biased"), [(64, False), (80, True), (24, True)])
+def test_gated_products_equal_float64(
+    multiplier: Any, hopper: torch.device, weight_rows: int, biased: bool, kind: str, tile: Any
+) -> None:
+    operands = Operands(kind, 6, weight_rows, 1536, hopper, biased=biased, half=torch.bfloat16)
+    gate, up = operands.exact(codes=False).chunk(2, -1)
+    found = multiplier.multiply_by_tile(operands.x, matrix_of(operands), operands.bias, True, tile)
+    check(found, F.silu(gate) * up)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_each_weight_is_exact(multiplier: Any, hopper: torch.device, kind: torch.dtype, half: torch.dtype) -> None:
+    codes = torch.arange(256, device=hopper).to(torch.uint8).repeat(16, 1)
+    if kind != torch.int8:
+        codes[codes & 0x7F == 0x7F] = 0  # NaN
+    layout = W8Layout(dtype=str(kind).removeprefix("torch."))  # type: ignore[arg-type]
+    packed = layout.as_words(layout.pack(codes.view(kind)))
+    matrix = PackedMatrix(packed=packed, scales=torch.ones(16, device=hopper), layout=layout)
+    for first in range(0, 256, 8):
+        x = torch.zeros(8, 256, dtype=half, device=hopper)
+        x[torch.arange(8), first + torch.arange(8)] = 1
+        found = multiplier.multiply_by_tile(x, matrix, None, False, TILES[0])
+        assert torch.equal(found.double(), x.double() @ codes.view(kind).double().T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(("outputs", "inputs"), LLAMA)
+def test_default_tiles_equal_float64_at_real_sizes(
+    multiplier: Any, hopper: torch.device, outputs: int, inputs: int, kind: str, rows: int, half: torch.dtype
+) -> None:
+    operands = Operands(kind, rows, outputs, inputs, hopper, half=half)
+    check(multiplier(operands.x, matrix_of(operands)), operands.exact(codes=False))
