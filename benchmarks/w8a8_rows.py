@@ -40,15 +40,21 @@ MOST_W8A16 = 32
 """Up to this many rows there are W8A16 tiles."""
 
 
+CLASSES = (16, 32, 64)
+"""Row classes for the numbers of rows measured."""
+
+
 class Chain:
     """Decoder blocks of random weights."""
 
-    def __init__(self, shapes: Shapes, weights: str, shards: int, timer: GraphTimer) -> None:
-        """shards: ranks that share each layer."""
+    def __init__(
+        self, shapes: Shapes, weights: str, shards: int, timer: GraphTimer, classes: Sequence[int] = CLASSES
+    ) -> None:
+        """shards: ranks that share each layer. classes: row classes that are tuned."""
         plugin, options = FORMATS[weights]
         cls = load_plugins().quant.get(plugin).load()
         method = cls.from_checkpoint(None, cls.options_class(**options))
-        layers = LayerFactory(dtype="bfloat16", device=str(DEVICE), quant=method, fused=True)
+        self.layers = layers = LayerFactory(dtype="bfloat16", device=str(DEVICE), quant=method, fused=True)
         sizes = {name: (outputs, inputs) for name, outputs, inputs in shapes.linears}
         self.hidden = shapes.hidden
         self.attention = sizes["output"][1] // shards
@@ -67,7 +73,7 @@ class Chain:
             for number in range(max(2, min(MAX_BLOCKS, int(COLD_BYTES / nbytes) + 1)))
         ]
         load_weights(layers, DummySource())
-        tasks = [task for task in collect_tasks(layers) if task.rows <= 64]
+        tasks = [task for task in collect_tasks(layers) if task.rows in classes]
         tune_tasks(tasks, TuningCache(default_directory(), describe_machine(DEVICE)), timer)
 
     def run(self, x: torch.Tensor, residual: torch.Tensor, attention: torch.Tensor) -> None:

@@ -15,10 +15,13 @@ from engine.ops.common.launch import has_capability, has_wgmma, num_sms, shared_
 from engine.ops.gemm.persistent_matmul import ALIGNMENT
 from engine.ops.gemm.scaled_matmul import W8A8Tile, compile_matmul, gated_matmul, matmul
 from engine.ops.gemm.skinny_launch import Workspace
+from engine.ops.gemm.transposed_launch import TransposedTile, compile_transposed, transposed_matmul
 from engine.plugins.quant.w8a8_waves import tile_by_waves
 
 ROW_CLASSES = (64, 128, 256, 512, 4096)
 """Row classes: a number of rows uses the choice of the smallest class that is not less, or of the last."""
+PERSISTENT_CLASS = 192
+"""A further row class where persistent tiles can be used and there is no `one_wave_tile`."""
 SMALL_TILE_ROWS = 64
 """Up to this many rows, tiles have as many rows."""
 SMALL_TILES = (
@@ -61,6 +64,7 @@ PERSISTENT_SHAPES = {
     128: (
         (64, 32, 4, 8, 256), (64, 64, 4, 6, 256), (64, 128, 4, 8, 128), (128, 64, 4, 8, 128), (128, 128, 8, 6, 128),
     ),
+    192: ((64, 64, 4, 6, 256), (64, 128, 4, 8, 128), (128, 128, 8, 6, 128)),
     256: (
         (64, 64, 4, 6, 256), (64, 128, 4, 8, 128), (128, 64, 4, 8, 128), (128, 128, 8, 6, 128), (128, 256, 8, 4, 128),
     ),
@@ -68,14 +72,22 @@ PERSISTENT_SHAPES = {
     4096: ((128, 256, 8, 4, 128), (256, 128, 8, 3, 128)),
 }  # fmt: skip
 """The same of persistent candidates, for GPUs with wgmma, and their inputs per loop iteration."""
-ONE_WAVE_ROWS = range(129, 193)
-"""Numbers of rows of which tiles of 64 rows are three. The row class that they belong to has four."""
+TRANSPOSED_TILES = {
+    192: (TransposedTile(weight_rows=128, rest=64, stages=5), TransposedTile(weight_rows=64, rest=64, stages=6)),
+    256: (TransposedTile(weight_rows=128, rest=128, stages=4),),
+}
+"""Further candidates where persistent tiles can be used, by row class."""
+TRANSPOSED_ROWS = range(129, 257)
+"""Numbers of rows in these row classes."""
+ONE_WAVE_ROWS = range(129, PERSISTENT_CLASS + 1)
+"""Numbers of rows that three tiles of 64 rows have."""
 ONE_WAVE_TILES = (
     W8A8Tile(rows=64, outputs=128, warps=4, stages=8, persistent=True),
     W8A8Tile(rows=64, outputs=64, warps=4, stages=6, block_k=256, persistent=True),
 )
-"""Tiles for ONE_WAVE_ROWS: where all programs run concurrently, but not those of the row class, that took 1 to 18 %
-less time than the choice of the row class, for all twelve weights measured."""
+"""Tiles for ONE_WAVE_ROWS where all programs run concurrently, but not those of 256 rows: for all twelve weights
+measured they took 1 to 18 % less time than the choice for 256 rows. At 150 rows they take 10 % less than at 192, where
+a row class would be measured."""
 MAX_ROWS_ALL_PERSISTENT = 256
 """Row class up to which SHAPES are left out where persistent tiles can be used: of 37 weights that were tuned on an
 H200, none was multiplied faster by one of them at 256 rows, and up to 128 they took at least 15 % longer."""
@@ -102,6 +114,9 @@ BLOCK_MULTIPLE = 4
 """cuBLAS reads the scales of an output's blocks in steps of this many: there must be memory for whole steps."""
 RESERVED_SHARED = 1024
 """Bytes of shared memory that the compiler needs besides a tile's stages, for barriers."""
+
+Tile = W8A8Tile | TransposedTile | None
+"""How a number of rows is multiplied. None: by torch's kernel."""
 
 
 class W8A8Matmul:
@@ -140,8 +155,12 @@ class W8A8Matmul:
         """Whether persistent tiles can be used."""
         self._shared = shared_memory(device) - RESERVED_SHARED
         self._has_gated = self.persistent and outputs % (2 * ALIGNMENT) == 0
+        self._one_wave = one_wave_tile(outputs, num_sms(device)) if self.persistent else None
+        has_more = self.persistent and self._one_wave is None
+        self.row_classes = tuple(sorted({*ROW_CLASSES, PERSISTENT_CLASS})) if has_more else ROW_CLASSES
+        """Row classes that are measured."""
         self._workspace = workspace
-        self._chosen: dict[int, W8A8Tile | None] = {}
+        self._chosen: dict[int, Tile] = {}
 
     def __call__(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         """Quantize x and multiply: [rows, inputs], contiguous -> [rows, outputs], in x's dtype.
@@ -151,16 +170,14 @@ class W8A8Matmul:
         """
         return self.multiply(x, weights, bias, self.tile(x.shape[0]))
 
-    def tile(self, rows: int) -> W8A8Tile | None:
+    def tile(self, rows: int) -> Tile:
         """The tile chosen for this many rows, else the default, or another that fills waves better. None: torch's
         kernel."""
-        if self.persistent and rows in ONE_WAVE_ROWS:
-            tile = one_wave_tile(rows, self.outputs, num_sms(self.device))
-            if tile is not None:
-                return tile
-        row_class = next((size for size in ROW_CLASSES if size >= rows), ROW_CLASSES[-1])
+        if self._one_wave is not None and rows in ONE_WAVE_ROWS:
+            return self._one_wave
+        row_class = next((size for size in self.row_classes if size >= rows), self.row_classes[-1])
         tile = self._chosen[row_class] if row_class in self._chosen else self.default_tile(rows)
-        if tile is not None and row_class == ROW_CLASSES[-1]:
+        if isinstance(tile, W8A8Tile) and row_class == ROW_CLASSES[-1]:
             tile = tile_by_waves(tile, rows, self.outputs, num_sms(self.device))
         return tile
 
@@ -172,13 +189,12 @@ class W8A8Matmul:
         tile = self._fitting(tile)
         return None if self.has_scaled_mm and tile.rows * tile.outputs >= MIN_SCALED_MM_TILE else tile
 
-    def candidates(self, rows: int) -> list[W8A8Tile | None]:
-        """Tiles to measure for one of ROW_CLASSES, the default first."""
-        found = [self.default_tile(rows)]
+    def candidates(self, rows: int) -> list[Tile]:
+        """Tiles to measure for one of `row_classes`, the default first."""
+        found: list[Tile] = [self.default_tile(rows)]
         split: set[tuple[int, int]] = set()
-        shapes = (BLOCK_SCALED_SHAPES if self.scale_rows else SHAPES)[rows]
-        if self.persistent and rows <= MAX_ROWS_ALL_PERSISTENT:
-            shapes = ()
+        all_persistent = self.persistent and rows <= MAX_ROWS_ALL_PERSISTENT
+        shapes = () if all_persistent else (BLOCK_SCALED_SHAPES if self.scale_rows else SHAPES)[rows]
         for tile_rows, outputs, warps, stages in shapes:
             tile = self._fitting(W8A8Tile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages))
             found.append(tile)
@@ -190,6 +206,7 @@ class W8A8Matmul:
                 rows=tile_rows, outputs=outputs, warps=warps, stages=stages, block_k=block_k, persistent=True
             )
             found += [tile, *split_tiles(tile, rows, self.outputs, self.inputs, num_sms(self.device))]
+        found += TRANSPOSED_TILES.get(rows, ()) if self.persistent else ()
         return list(dict.fromkeys([*found, None] if self.has_scaled_mm else found))
 
     def _fitting(self, tile: W8A8Tile) -> W8A8Tile:
@@ -209,8 +226,8 @@ class W8A8Matmul:
         lacking = -scale.shape[1] % BLOCK_MULTIPLE
         return {"library_scale": F.pad(scale, (0, lacking)) if lacking else scale}
 
-    def choose(self, rows: int, tile: W8A8Tile | None) -> None:
-        """Use a tile for one of ROW_CLASSES from now on. None: torch's kernel."""
+    def choose(self, rows: int, tile: Tile) -> None:
+        """Use a tile for one of `row_classes` from now on. None: torch's kernel."""
         self._chosen[rows] = tile
 
     def multiply(
@@ -218,7 +235,7 @@ class W8A8Matmul:
         x: torch.Tensor,
         weights: Mapping[str, torch.Tensor],
         bias: torch.Tensor | None,
-        tile: W8A8Tile | None,
+        tile: Tile,
     ) -> torch.Tensor:
         """As `__call__`, by a given tile."""
         quantized, x_scale = self._quantize(x, weights)
@@ -230,10 +247,12 @@ class W8A8Matmul:
         x_scale: torch.Tensor,
         weights: Mapping[str, torch.Tensor],
         bias: torch.Tensor | None,
-        tile: W8A8Tile | None,
+        tile: Tile,
     ) -> torch.Tensor:
         """As `multiply`, of rows that are already quantized (quantize_rows)."""
         weight, scale = weights["weight"], weights["scale"]
+        if isinstance(tile, TransposedTile):
+            return transposed_matmul(quantized, x_scale, weight, scale, bias, self.dtype, tile, self._workspace)
         if tile is not None:
             return matmul(
                 quantized,
@@ -279,6 +298,10 @@ class W8A8Matmul:
     ) -> torch.Tensor:
         """As `gated`, of rows that are already quantized (quantize_rows)."""
         weight, scale = weights["weight"], weights["scale"]
+        tile = self.tile(len(quantized))
+        if isinstance(tile, TransposedTile):
+            given = (quantized, x_scale, weight, scale, bias, self.dtype, tile, self._workspace)
+            return transposed_matmul(*given, activation=activation)
         return gated_matmul(quantized, x_scale, weight, scale, bias, self.dtype, activation)
 
     def _quantize(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -287,7 +310,10 @@ class W8A8Matmul:
 
     def fuses_gating(self, rows: int) -> bool:
         """Whether `gated` is possible, and faster than `__call__` and the activation after it."""
-        return self._has_gated and rows > (MAX_ROWS_SEPARATE_LIBRARY if self.has_scaled_mm else MAX_ROWS_SEPARATE)
+        if not self._has_gated:
+            return False
+        most = MAX_ROWS_SEPARATE_LIBRARY if self.has_scaled_mm else MAX_ROWS_SEPARATE
+        return rows > most or (rows in TRANSPOSED_ROWS and isinstance(self.tile(rows), TransposedTile))
 
     def _block_scaled_mm(
         self,
@@ -314,12 +340,19 @@ class W8A8Matmul:
         return y if bias is None else y + bias
 
     def compile(
-        self, rows: int, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None, tile: W8A8Tile
+        self,
+        rows: int,
+        weights: Mapping[str, torch.Tensor],
+        bias: torch.Tensor | None,
+        tile: W8A8Tile | TransposedTile,
     ) -> None:
         """Compile what `multiply` would launch, as the active triton.AsyncCompileMode says."""
         weight, scale = weights["weight"], weights["scale"]
         per_block = self.scaling.per_block
         quantized, x_scale = empty_quantized(rows, self.inputs, weight.dtype, weight.device, per_block=per_block)
+        if isinstance(tile, TransposedTile):
+            compile_transposed(quantized, x_scale, weight, scale, bias, self.dtype, tile, self._workspace)
+            return
         compile_matmul(
             quantized, x_scale, weight, scale, bias, self.dtype, tile, self._workspace, scale_rows=self.scale_rows
         )
@@ -332,12 +365,12 @@ def matmul_tile(rows: int, outputs: int, sms: int) -> W8A8Tile:
     return next((tile for tile in MEDIUM_TILES if tile.programs(rows, outputs) <= sms), LARGE_TILE)
 
 
-def one_wave_tile(rows: int, outputs: int, sms: int) -> W8A8Tile | None:
-    """The one of ONE_WAVE_TILES whose programs for these rows, but not those for all rows of the row class, are at most
-    one per multiprocessor. rows: in ONE_WAVE_ROWS."""
-    row_class = next(size for size in ROW_CLASSES if size >= rows)
+def one_wave_tile(outputs: int, sms: int) -> W8A8Tile | None:
+    """The one of ONE_WAVE_TILES of which three rows of tiles, but not four, are at most one per multiprocessor."""
     fitting = (
-        tile for tile in ONE_WAVE_TILES if tile.programs(rows, outputs) <= sms < tile.programs(row_class, outputs)
+        tile
+        for tile in ONE_WAVE_TILES
+        if tile.programs(ONE_WAVE_ROWS[-1], outputs) <= sms < tile.programs(ONE_WAVE_ROWS[-1] + 1, outputs)
     )
     return next(fitting, None)
 

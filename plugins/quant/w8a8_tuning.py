@@ -9,13 +9,21 @@ import torch
 from engine.core.autotune import AutotunedOp, Operands, version_of
 from engine.ops.activation import quantize_rows
 from engine.ops.common import gluon_copies, gluon_tiles, launch
-from engine.ops.gemm import persistent_matmul, scaled_matmul, specialized_matmul, split_k, tile_order
-from engine.ops.gemm.scaled_matmul import W8A8Tile
+from engine.ops.gemm import (
+    persistent_matmul,
+    scaled_matmul,
+    specialized_matmul,
+    split_k,
+    stream_k,
+    tile_order,
+    transposed_launch,
+    transposed_matmul,
+)
 from engine.plugins.quant import w8a8_matmul
-from engine.plugins.quant.w8a8_matmul import ROW_CLASSES, W8A8Matmul
+from engine.plugins.quant.w8a8_matmul import Tile, W8A8Matmul
 
 
-class W8A8Op(AutotunedOp[W8A8Tile | None]):
+class W8A8Op(AutotunedOp[Tile]):
     """W8A8 GEMM including the quantization of x, which is the same for all candidates. None: torch's kernel.
 
     Operands' weights: as of W8A8Matmul. A gated layer's activation is left out.
@@ -36,7 +44,8 @@ class W8A8Op(AutotunedOp[W8A8Tile | None]):
     @property
     def version(self) -> str:
         kernels = (persistent_matmul, quantize_rows, scaled_matmul, specialized_matmul, split_k)
-        return version_of(gluon_copies, gluon_tiles, launch, tile_order, w8a8_matmul, *kernels)
+        shared = (gluon_copies, gluon_tiles, launch, stream_k, tile_order)
+        return version_of(*shared, transposed_launch, transposed_matmul, w8a8_matmul, *kernels)
 
     @property
     def inputs(self) -> int:
@@ -48,20 +57,20 @@ class W8A8Op(AutotunedOp[W8A8Tile | None]):
 
     @property
     def row_classes(self) -> Sequence[int]:
-        return ROW_CLASSES
+        return self._matmul.row_classes
 
-    def candidates(self, rows: int) -> Sequence[W8A8Tile | None]:
+    def candidates(self, rows: int) -> Sequence[Tile]:
         return self._matmul.candidates(rows)
 
-    def name(self, candidate: W8A8Tile | None) -> str:
+    def name(self, candidate: Tile) -> str:
         return "library" if candidate is None else str(candidate)
 
-    def compile(self, rows: int, candidate: W8A8Tile | None, operands: Operands) -> None:
+    def compile(self, rows: int, candidate: Tile, operands: Operands) -> None:
         if candidate is not None:
             self._matmul.compile(rows, operands.weights, operands.bias, candidate)
 
-    def run(self, candidate: W8A8Tile | None, x: torch.Tensor, operands: Operands) -> torch.Tensor:
+    def run(self, candidate: Tile, x: torch.Tensor, operands: Operands) -> torch.Tensor:
         return self._matmul.multiply(x, operands.weights, operands.bias, candidate)
 
-    def choose(self, rows: int, candidate: W8A8Tile | None) -> None:
+    def choose(self, rows: int, candidate: Tile) -> None:
         self._matmul.choose(rows, candidate)

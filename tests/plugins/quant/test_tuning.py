@@ -20,6 +20,7 @@ from engine.ops.common.launch import has_wgmma
 from engine.ops.gemm import scaled_matmul
 from engine.ops.gemm.packed_layout import GroupedLayout, W8Layout
 from engine.ops.gemm.skinny_launch import Workspace
+from engine.ops.gemm.transposed_launch import TransposedTile
 from engine.ops.gemm.weight_only_candidates import (
     MEASURED_CLASSES,
     PERSISTENT_CLASSES,
@@ -35,7 +36,13 @@ from engine.plugins.quant.w8_gpu import (
     W8GpuKernel,
 )
 from engine.plugins.quant.w8_kernel import W8Format
-from engine.plugins.quant.w8a8_matmul import ROW_CLASSES, W8A8Matmul, has_tensor_cores_for
+from engine.plugins.quant.w8a8_matmul import (
+    PERSISTENT_CLASS,
+    ROW_CLASSES,
+    TRANSPOSED_TILES,
+    W8A8Matmul,
+    has_tensor_cores_for,
+)
 from engine.plugins.quant.w8a8_tuning import W8A8Op
 from engine.testing.checkpoints import make_checkpoint
 
@@ -222,7 +229,7 @@ def test_rows_that_fill_three_tiles_have_a_tile_of_one_wave(
         monkeypatch.setattr(w8a8_matmul, "has_wgmma", lambda device, wgmma=wgmma: wgmma)
         codes = W8A8Matmul(Workspace(torch.device("cpu")), torch.int8, outputs, 4096, torch.bfloat16)
         chosen = w8a8_matmul.LARGE_TILE
-        for rows in (128, 256):
+        for rows in codes.row_classes:
             codes.choose(rows, chosen)
         assert [codes.tile(rows) for rows in (128, 193, 256)] == [chosen] * 3
         for rows in (129, 150, 192):
@@ -230,8 +237,32 @@ def test_rows_that_fill_three_tiles_have_a_tile_of_one_wave(
             if wgmma and tile_outputs is not None:
                 assert (tile.rows, tile.outputs, tile.persistent) == (64, tile_outputs, True)
                 assert tile.programs(rows, outputs) <= 132 < tile.programs(256, outputs)
+                assert PERSISTENT_CLASS not in codes.row_classes
             else:
                 assert tile == chosen
+
+
+@pytest.mark.parametrize(("rows", "row_class"), [(129, 192), (192, 192), (193, 256), (256, 256)])
+def test_gated_layers_activate_in_transposed_products(
+    rows: int, row_class: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where such a tile is chosen for the row class, which is measured with wgmma only."""
+    monkeypatch.setattr(w8a8_matmul, "num_sms", lambda device: 132)
+    for wgmma in (True, False):
+        monkeypatch.setattr(w8a8_matmul, "has_wgmma", lambda device, wgmma=wgmma: wgmma)
+        codes = W8A8Matmul(Workspace(torch.device("cpu")), torch.int8, 28672, 4096, torch.bfloat16)
+        assert (PERSISTENT_CLASS in codes.row_classes) == wgmma
+        for size in codes.row_classes:
+            assert codes.candidates(size)[0] == codes.default_tile(size)
+            transposed = [tile for tile in codes.candidates(size) if isinstance(tile, TransposedTile)]
+            assert transposed == list(TRANSPOSED_TILES.get(size, ()) if wgmma else ())
+            if wgmma and size == row_class:
+                assert not codes.fuses_gating(rows)
+                codes.choose(size, transposed[0])
+                assert codes.tile(rows) == transposed[0]
+                assert rows <= transposed[0].rows
+                assert codes.fuses_gating(rows)
+        assert [codes.fuses_gating(other) for other in (128, 257, 512, 513)] == [False, False, False, wgmma]
 
 
 @pytest.mark.parametrize("shared", [99 * 1024, 227 * 1024])
