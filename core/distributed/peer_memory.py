@@ -119,12 +119,17 @@ class PeerMemory:
         return self._reduce_buffers[size, dtype][0]
 
     def sum_exchange(self, max_rows: int, size: int, dtype: torch.dtype) -> SumExchange | None:
-        """What exchanges the addends of large sums next to computation; None with more than two ranks."""
+        """What exchanges the addends of large sums next to computation. None: there are more than two ranks, or a
+        rank's driver lacks what this needs."""
         if self._group.ranks != 2 or size * dtype.itemsize % ALIGNMENT:
             return None
-        from engine.core.distributed.sum_exchange import SumExchange
+        from engine.core.distributed.sum_exchange import Driver, SumExchange
 
-        return SumExchange(self._group, self._allocate, self._device, max_rows=max_rows, size=size, dtype=dtype)
+        driver = Driver.find(self._device)
+        if not self._group.minimum(int(driver is not None)) or driver is None:
+            return None
+        sizes: dict[str, Any] = {"max_rows": max_rows, "size": size, "dtype": dtype}
+        return SumExchange(driver, self._group, self._allocate, self._device, **sizes)
 
     def close(self) -> None:
         """Unregister the group's name."""

@@ -198,7 +198,7 @@ class TorchGroup(RankGroup):
         """As RankGroup.close. Must not be called while work is in progress on the device."""
         if self.peers is not None:
             self.peers.close()
-            self.peers = None
+            self.peers = self.sum_exchange = None
         backend, self._backend = self._backend, None
         if backend is not None and self._device.type == "cuda":
             backend.shutdown()

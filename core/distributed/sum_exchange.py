@@ -115,6 +115,7 @@ class SumExchange:
 
     def __init__(
         self,
+        driver: Driver,
         group: RankGroup,
         allocate: Callable[[int], tuple[torch.Tensor, Sequence[int]]],
         device: torch.device,
@@ -123,8 +124,8 @@ class SumExchange:
         size: int,
         dtype: torch.dtype,
     ) -> None:
-        """allocate: makes memory of that many bytes which both ranks can reach, and returns it and the ranks'
-        addresses of it. max_rows: of a whole sum."""
+        """driver: what `Driver.find` found, on both ranks. allocate: makes memory of that many bytes which both
+        ranks can reach, and returns it and the ranks' addresses of it. max_rows: of a whole sum."""
         self._group = group
         self.max_rows = max_rows
         self.size = size
@@ -153,7 +154,7 @@ class SumExchange:
         self._other_arrived = [other + arrived + 4 * index for index in range(BUFFERS)]
         self._own_free = [own + free + 4 * index for index in range(BUFFERS)]
         self._other_free = [other + free + 4 * index for index in range(BUFFERS)]
-        self._driver = _Driver()
+        self._driver = driver
         self._device = device
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -296,10 +297,11 @@ def _batch(operations: Sequence[tuple[int, int, int]]) -> Any:
     return array
 
 
-class _Driver:
+class Driver:
     """The few functions of the CUDA driver that torch does not have. They return 0, or the number of an error."""
 
     def __init__(self) -> None:
+        """Raises OSError where there is no CUDA driver, and AttributeError for one that is too old."""
         library = ctypes.CDLL("libcuda.so.1")
         handle, number, address = ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint64
 
@@ -317,6 +319,19 @@ class _Driver:
         self.wait_event = function("cuStreamWaitEvent", handle, handle, number)
         """Stream, event, 0."""
         self._create = function("cuEventCreate", ctypes.c_void_p, number)
+
+    @classmethod
+    def find(cls, device: torch.device) -> Driver | None:
+        """The driver of a GPU, if the GPU has memory operations."""
+        try:
+            driver = cls()
+        except (OSError, AttributeError):
+            return None
+        flag = torch.zeros(1, dtype=torch.int32, device=device)
+        operations = _batch([(_WRITE, flag.data_ptr(), 1), (_WAIT, flag.data_ptr(), 1)])
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        failed = driver.memory_operations(_current_stream(index), len(operations), operations, 0)
+        return None if failed else driver
 
     def event(self) -> int:
         """A new event. Raises RuntimeError if the driver fails."""

@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 import torch
 
-from engine.core.distributed import peer_memory
+from engine.core.distributed import peer_memory, sum_exchange
 from engine.core.distributed.peer_memory import PeerMemory
 from engine.testing.ranks import LoneRank
 
@@ -76,6 +76,18 @@ def test_reduce_buffers_are_empty_and_limited_in_bytes_and_rows(shared: type[Sha
     assert (large.max_rows, large.one_shot_rows, small.max_rows) == (1, 0, 1024)
     assert memory.reduce_buffers(2**21 + 1, torch.float32) is None, "a row is larger than the limit"
     assert memory.reduce_buffers(33, torch.bfloat16) is None, "a row is not whole words"
+
+
+def test_sums_are_not_exchanged_by_more_ranks_or_without_a_driver(
+    shared: type[Shared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = make(0)
+    monkeypatch.setattr(sum_exchange.Driver, "find", lambda device: None)
+    assert memory.sum_exchange(4096, 64, torch.bfloat16) is None
+    monkeypatch.setattr(sum_exchange.Driver, "find", lambda device: pytest.fail("must not be asked"))
+    assert memory.sum_exchange(4096, 65, torch.bfloat16) is None, "rows are not aligned"
+    memory._group = LoneRank(0, 4)
+    assert memory.sum_exchange(4096, 64, torch.bfloat16) is None
 
 
 def test_open_returns_none_if_there_are_no_kernels_or_a_rank_cannot_map(

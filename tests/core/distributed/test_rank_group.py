@@ -250,7 +250,7 @@ def test_long_prompts_on_two_gpus_equal_one_rank(checkpoints: Any, tmp_path: Pat
     model = checkpoints("long", "qwen3", vocab_size=517, max_position_embeddings=4096)
     settings = {"executor__device": "cuda", "model__dtype": "float32", "cache__memory": "32MiB"}
     settings |= {"model__max_len": 4096, "executor__graphs": graphs, "executor__kernels": "fused"}
-    settings |= {"executor__max_graph_tokens": 2560, "scheduler__max_batch_tokens": 2560} if graphs == "on" else {}
+    settings |= {"scheduler__max_batch_tokens": 2560} if graphs == "on" else {}
     prompts = [[(7 * row + 3 * column) % 500 for column in range(1100 + 900 * row)] for row in range(3)]
     in_processes(2, tmp_path, model, prompts, 8, settings)
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from engine.core.distributed import sum_exchange
-from engine.core.distributed.sum_exchange import BUFFERS, SumExchange
+from engine.core.distributed.sum_exchange import BUFFERS, Driver, SumExchange
 from engine.core.errors import ExecutorError
 from engine.testing.ranks import LoneRank
 
@@ -55,6 +55,13 @@ class ImmediateDriver:
         return 0
 
 
+class ImmediateResult:
+    """A driver whose memory operations have a result."""
+
+    def __init__(self, result: int) -> None:
+        self.memory_operations = lambda *given: result
+
+
 class Meeting(LoneRank):
     """A rank that waits for the other one."""
 
@@ -69,7 +76,6 @@ class Meeting(LoneRank):
 
 @pytest.fixture(params=[False, True], ids=["eager", "captured"])
 def immediate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sum_exchange, "_Driver", ImmediateDriver)
     monkeypatch.setattr(sum_exchange, "_current_stream", lambda index: 1)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=2))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -88,8 +94,9 @@ def on_both(work: Callable[[SumExchange, int], Any]) -> list[Any]:
             return memories[rank], [memories[each].data_ptr() for each in range(2)]
 
         group = Meeting(rank, barrier)
+        driver: Any = ImmediateDriver()
         settings: dict[str, Any] = {"max_rows": MAX_ROWS, "size": SIZE, "dtype": torch.bfloat16}
-        exchange = SumExchange(group, allocate, torch.device("cpu", 0), **settings)
+        exchange = SumExchange(driver, group, allocate, torch.device("cpu", 0), **settings)
         found = work(exchange, rank)
         barrier.wait(30)
         flags = exchange._memory[BUFFERS * exchange._nbytes :].view(torch.int32)
@@ -188,6 +195,21 @@ def test_error_of_the_driver_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> 
             exchange.start(addends(rank, 1, 4)[0])
 
     on_both(work)
+
+
+def test_driver_without_memory_operations_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sum_exchange, "_current_stream", lambda index: 1)
+
+    def missing(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert Driver.find(torch.device("cpu", 0)) is None
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuMemcpyAsync=SimpleNamespace()))
+    assert Driver.find(torch.device("cpu", 0)) is None, "it is too old"
+    for result, usable in ((801, False), (0, True)):
+        monkeypatch.setattr(Driver, "__init__", lambda self, result=result: ImmediateResult.__init__(self, result))
+        assert (Driver.find(torch.device("cpu", 0)) is not None) == usable
 
 
 PROCESS = """
