@@ -38,13 +38,8 @@ from engine.ops.gemm.scaled_matmul import W8A8Tile, compile_matmul, matmul
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.ops.gemm.transposed_launch import TransposedTile
 from engine.plugins.quant import w8a8_matmul
-from engine.plugins.quant.w8a8_matmul import (
-    ONE_WAVE_ROWS,
-    PERSISTENT_CLASS,
-    TRANSPOSED_TILES,
-    W8A8Matmul,
-    one_wave_tile,
-)
+from engine.plugins.quant.w8a8_matmul import W8A8Matmul
+from engine.plugins.quant.w8a8_tiles import ONE_WAVE_ROWS, PERSISTENT_CLASS, TRANSPOSED_TILES, one_wave_tile
 
 DEVICE = torch.device("cuda", 0)
 KINDS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}

@@ -26,7 +26,8 @@ from engine.core.autotune import GraphTimer
 from engine.ops.activation.quantize_rows import quantize_rows
 from engine.ops.gemm.scaled_matmul import W8A8Tile, compile_matmul, matmul
 from engine.ops.gemm.skinny_launch import Workspace
-from engine.plugins.quant.w8a8_matmul import ROW_CLASSES, W8A8Matmul
+from engine.plugins.quant.w8a8_matmul import W8A8Matmul
+from engine.plugins.quant.w8a8_tiles import ROW_CLASSES
 
 DEVICE = torch.device("cuda", 0)
 KINDS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}

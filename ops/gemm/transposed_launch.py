@@ -136,28 +136,18 @@ def transposed_matmul(
     workspace: Workspace,
     *,
     activation: str | None = None,
+    compile_only: bool = False,
 ) -> torch.Tensor:
-    """As scaled_matmul.matmul, or with an activation gated_matmul, by a tile of W x^T. For GPUs with wgmma."""
+    """As scaled_matmul.matmul, or with an activation gated_matmul, by a tile of W x^T. For GPUs with wgmma.
+
+    compile_only: compile what would be launched, as the active triton.AsyncCompileMode says; the result is arbitrary.
+    """
     outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
     out = torch.empty((x.shape[0], outputs), dtype=dtype, device=x.device)
     if x.shape[0]:
-        launch(out, x, x_scale, weight, scale, bias, tile, workspace, activation=activation)
+        given = (out, x, x_scale, weight, scale, bias, tile, workspace)
+        launch(*given, activation=activation, compile_only=compile_only)
     return out
-
-
-def compile_transposed(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    tile: TransposedTile,
-    workspace: Workspace,
-) -> None:
-    """Compile what `transposed_matmul` launches without an activation, as the active triton.AsyncCompileMode says."""
-    out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
-    launch(out, x, x_scale, weight, scale, bias, tile, workspace, compile_only=True)
 
 
 def _describe_weight(weight: torch.Tensor, tile: TransposedTile, *, gated: bool) -> TensorDescriptor:

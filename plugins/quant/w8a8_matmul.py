@@ -1,4 +1,4 @@
-"""W8A8 GEMM of one layer: default tiles, candidates, and the choice between our kernels and torch's."""
+"""W8A8 GEMM of one layer: candidates, and the choice between our kernels and torch's."""
 
 from __future__ import annotations
 
@@ -15,87 +15,26 @@ from engine.ops.common.launch import has_capability, has_wgmma, num_sms, shared_
 from engine.ops.gemm.persistent_matmul import ALIGNMENT
 from engine.ops.gemm.scaled_matmul import W8A8Tile, compile_matmul, gated_matmul, matmul
 from engine.ops.gemm.skinny_launch import Workspace
-from engine.ops.gemm.transposed_launch import TransposedTile, compile_transposed, transposed_matmul
+from engine.ops.gemm.transposed_launch import TransposedTile, transposed_matmul
+from engine.plugins.quant.w8a8_tiles import (
+    BLOCK_SCALED_SHAPES,
+    LARGE_TILE,
+    MAX_ROWS_ALL_PERSISTENT,
+    MEDIUM_TILES,
+    ONE_WAVE_ROWS,
+    PERSISTENT_CLASS,
+    PERSISTENT_SHAPES,
+    ROW_CLASSES,
+    SHAPES,
+    TRANSPOSED_ROWS,
+    TRANSPOSED_TILES,
+    Tile,
+    matmul_tile,
+    one_wave_tile,
+    split_tiles,
+)
 from engine.plugins.quant.w8a8_waves import tile_by_waves
 
-ROW_CLASSES = (64, 128, 256, 512, 4096)
-"""Row classes: a number of rows uses the choice of the smallest class that is not less, or of the last."""
-PERSISTENT_CLASS = 192
-"""A further row class where persistent tiles can be used and there is no `one_wave_tile`."""
-SMALL_TILE_ROWS = 64
-"""Up to this many rows, tiles have as many rows."""
-SMALL_TILES = (
-    W8A8Tile(rows=SMALL_TILE_ROWS, outputs=32, warps=4, stages=6),
-    W8A8Tile(rows=SMALL_TILE_ROWS, outputs=64, warps=4, stages=5),
-)
-MEDIUM_TILES = (
-    W8A8Tile(rows=128, outputs=64, warps=4, stages=6),
-    W8A8Tile(rows=128, outputs=128, warps=8, stages=4),
-)
-LARGE_TILE = W8A8Tile(rows=128, outputs=256, warps=8, stages=4)
-"""Default tiles: the fastest, or nearly, of those that benchmarks/quant_kernels.py --tune tries, on an H200."""
-SHAPES = {
-    64: (
-        (64, 32, 4, 6), (64, 32, 4, 8), (64, 64, 4, 5), (64, 64, 4, 8), (64, 128, 4, 4), (64, 128, 4, 6),
-        (128, 32, 4, 5), (128, 64, 4, 6),
-    ),
-    128: (
-        (64, 64, 4, 6), (64, 128, 4, 6), (128, 32, 4, 5), (128, 64, 4, 4), (128, 64, 4, 6), (128, 128, 8, 4),
-        (128, 128, 8, 6), (128, 256, 8, 4),
-    ),
-    256: (
-        (64, 256, 4, 4), (128, 64, 4, 6), (128, 128, 8, 4), (128, 128, 8, 6), (128, 256, 8, 3), (128, 256, 8, 4),
-        (256, 128, 8, 3), (256, 128, 8, 4),
-    ),
-    512: ((128, 128, 8, 4), (128, 256, 8, 4), (256, 128, 8, 3)),
-    4096: ((128, 256, 8, 4), (256, 128, 8, 3)),
-}  # fmt: skip
-"""(rows of x, outputs, warps, stages) of the candidates, by row class."""
-BLOCK_SCALED_SHAPES = {
-    64: ((64, 32, 4, 6), (64, 64, 4, 5), (64, 64, 4, 8), (64, 128, 4, 4)),
-    128: ((64, 64, 4, 6), (64, 128, 4, 4), (64, 128, 4, 6), (128, 64, 4, 4), (128, 64, 4, 6), (128, 128, 8, 4)),
-    256: ((64, 128, 4, 4), (64, 128, 4, 6), (128, 64, 4, 6), (128, 128, 8, 4), (128, 128, 8, 6)),
-    512: ((64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 8, 3), (128, 128, 8, 4)),
-    4096: ((64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 8, 3), (128, 128, 8, 4)),
-}
-"""The same of candidates with scales of blocks: a thread keeps its sums twice, before and after scaling."""
-PERSISTENT_SHAPES = {
-    64: ((64, 32, 4, 8, 256), (64, 64, 4, 6, 256), (64, 128, 4, 8, 128)),
-    128: (
-        (64, 32, 4, 8, 256), (64, 64, 4, 6, 256), (64, 128, 4, 8, 128), (128, 64, 4, 8, 128), (128, 128, 8, 6, 128),
-    ),
-    192: ((64, 64, 4, 6, 256), (64, 128, 4, 8, 128), (128, 128, 8, 6, 128)),
-    256: (
-        (64, 64, 4, 6, 256), (64, 128, 4, 8, 128), (128, 64, 4, 8, 128), (128, 128, 8, 6, 128), (128, 256, 8, 4, 128),
-    ),
-    512: ((128, 128, 8, 6, 128), (128, 256, 8, 4, 128), (256, 128, 8, 3, 128)),
-    4096: ((128, 256, 8, 4, 128), (256, 128, 8, 3, 128)),
-}  # fmt: skip
-"""The same of persistent candidates, for GPUs with wgmma, and their inputs per loop iteration."""
-TRANSPOSED_TILES = {
-    192: (TransposedTile(weight_rows=128, rest=64, stages=5), TransposedTile(weight_rows=64, rest=64, stages=6)),
-    256: (TransposedTile(weight_rows=128, rest=128, stages=4),),
-}
-"""Further candidates where persistent tiles can be used, by row class."""
-TRANSPOSED_ROWS = range(129, 257)
-"""Numbers of rows in these row classes."""
-ONE_WAVE_ROWS = range(129, PERSISTENT_CLASS + 1)
-"""Numbers of rows that three tiles of 64 rows have."""
-ONE_WAVE_TILES = (
-    W8A8Tile(rows=64, outputs=128, warps=4, stages=8, persistent=True),
-    W8A8Tile(rows=64, outputs=64, warps=4, stages=6, block_k=256, persistent=True),
-)
-"""Tiles for ONE_WAVE_ROWS where all programs run concurrently, but not those of 256 rows: for all twelve weights
-measured they took 1 to 18 % less time than the choice for 256 rows. At 150 rows they take 10 % less than at 192, where
-a row class would be measured."""
-MAX_ROWS_ALL_PERSISTENT = 256
-"""Row class up to which SHAPES are left out where persistent tiles can be used: of 37 weights that were tuned on an
-H200, none was multiplied faster by one of them at 256 rows, and up to 128 they took at least 15 % longer."""
-SPLITS = (2, 4)
-MIN_BLOCKS_PER_SPLIT = 4
-"""Minimum loop iterations per program of a split tile."""
-MAX_SUMS_PER_THREAD = 64
-"""Maximum sums per thread of a split tile: a thread keeps its own sums in registers and reads others."""
 MAX_ROWS_SEPARATE = 512
 """Up to this many rows the activation of a gated layer has a kernel of its own, as smaller tiles are often faster."""
 MAX_ROWS_SEPARATE_LIBRARY = 1024
@@ -114,9 +53,6 @@ BLOCK_MULTIPLE = 4
 """cuBLAS reads the scales of an output's blocks in steps of this many: there must be memory for whole steps."""
 RESERVED_SHARED = 1024
 """Bytes of shared memory that the compiler needs besides a tile's stages, for barriers."""
-
-Tile = W8A8Tile | TransposedTile | None
-"""How a number of rows is multiplied. None: by torch's kernel."""
 
 
 class W8A8Matmul:
@@ -351,42 +287,12 @@ class W8A8Matmul:
         per_block = self.scaling.per_block
         quantized, x_scale = empty_quantized(rows, self.inputs, weight.dtype, weight.device, per_block=per_block)
         if isinstance(tile, TransposedTile):
-            compile_transposed(quantized, x_scale, weight, scale, bias, self.dtype, tile, self._workspace)
+            given = (quantized, x_scale, weight, scale, bias, self.dtype, tile, self._workspace)
+            transposed_matmul(*given, compile_only=True)
             return
         compile_matmul(
             quantized, x_scale, weight, scale, bias, self.dtype, tile, self._workspace, scale_rows=self.scale_rows
         )
-
-
-def matmul_tile(rows: int, outputs: int, sms: int) -> W8A8Tile:
-    """The default tile for a product of this size: small where large tiles would leave multiprocessors idle."""
-    if rows <= SMALL_TILE_ROWS:
-        return next((tile for tile in SMALL_TILES if tile.programs(rows, outputs) <= 2 * sms), SMALL_TILES[-1])
-    return next((tile for tile in MEDIUM_TILES if tile.programs(rows, outputs) <= sms), LARGE_TILE)
-
-
-def one_wave_tile(outputs: int, sms: int) -> W8A8Tile | None:
-    """The one of ONE_WAVE_TILES of which three rows of tiles, but not four, are at most one per multiprocessor."""
-    fitting = (
-        tile
-        for tile in ONE_WAVE_TILES
-        if tile.programs(ONE_WAVE_ROWS[-1], outputs) <= sms < tile.programs(ONE_WAVE_ROWS[-1] + 1, outputs)
-    )
-    return next(fitting, None)
-
-
-def split_tiles(tile: W8A8Tile, rows: int, outputs: int, inputs: int, sms: int) -> list[W8A8Tile]:
-    """The same tile with splits that occupy more than half of the multiprocessors, without exceeding them."""
-    found = []
-    for splits in SPLITS:
-        split = evolve(tile, splits=splits)
-        programs = tile.programs(rows, outputs) * splits
-        wanted = programs <= sms * tile.resident and (programs * 2 > sms or splits == SPLITS[-1])
-        enough = -(-inputs // tile.block_k) >= splits * MIN_BLOCKS_PER_SPLIT
-        small = tile.rows <= rows and tile.rows * tile.outputs <= MAX_SUMS_PER_THREAD * tile.warps * 32
-        if wanted and enough and small and split.fits(rows, outputs):
-            found.append(split)
-    return found
 
 
 @cache

@@ -13,7 +13,7 @@ from engine.ops.activation.act_and_mul import SILU
 from engine.ops.activation.quantize_rows import VALUE_ROW_MULTIPLE
 from engine.ops.gemm.scaled_matmul import W8A8Tile, matmul
 from engine.ops.gemm.skinny_launch import Workspace
-from engine.plugins.quant.w8a8_matmul import PERSISTENT_SHAPES
+from engine.plugins.quant.w8a8_tiles import PERSISTENT_SHAPES
 
 from .w8a8 import Operands, before_others, check_close
 

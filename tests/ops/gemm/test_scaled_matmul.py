@@ -11,7 +11,7 @@ from engine.ops.common.launch import has_tma
 from engine.ops.gemm.scaled_matmul import W8A8Tile, matmul
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.ops.gemm.tile_order import loaded_shape
-from engine.plugins.quant.w8a8_matmul import LARGE_TILE, MEDIUM_TILES, SMALL_TILES, matmul_tile
+from engine.plugins.quant.w8a8_tiles import LARGE_TILE, MEDIUM_TILES, SMALL_TILES, matmul_tile
 
 from .w8a8 import Operands, before_others, check_close
 

@@ -18,7 +18,7 @@ from engine.ops.gemm import transposed_launch
 from engine.ops.gemm.scaled_matmul import W8A8Tile, matmul
 from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, Workspace
 from engine.ops.gemm.transposed_launch import PART, PIECE, TransposedTile, shared_tiles, transposed_matmul
-from engine.plugins.quant.w8a8_matmul import TRANSPOSED_ROWS, TRANSPOSED_TILES
+from engine.plugins.quant.w8a8_tiles import TRANSPOSED_ROWS, TRANSPOSED_TILES
 
 from .w8a8 import Operands, before_others, check_close
 

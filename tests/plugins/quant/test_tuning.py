@@ -36,13 +36,8 @@ from engine.plugins.quant.w8_gpu import (
     W8GpuKernel,
 )
 from engine.plugins.quant.w8_kernel import W8Format
-from engine.plugins.quant.w8a8_matmul import (
-    PERSISTENT_CLASS,
-    ROW_CLASSES,
-    TRANSPOSED_TILES,
-    W8A8Matmul,
-    has_tensor_cores_for,
-)
+from engine.plugins.quant.w8a8_matmul import W8A8Matmul, has_tensor_cores_for
+from engine.plugins.quant.w8a8_tiles import PERSISTENT_CLASS, ROW_CLASSES, TRANSPOSED_TILES
 from engine.plugins.quant.w8a8_tuning import W8A8Op
 from engine.testing.checkpoints import make_checkpoint
 

@@ -19,7 +19,8 @@ from engine.plugins.quant.fp8 import Fp8, Fp8Options
 from engine.plugins.quant.int8 import Int8
 from engine.plugins.quant.w8_gpu import DequantizeEachCallKernel, W8GpuKernel
 from engine.plugins.quant.w8_kernel import W8Format
-from engine.plugins.quant.w8a8_matmul import ROW_CLASSES, has_capability
+from engine.plugins.quant.w8a8_matmul import has_capability
+from engine.plugins.quant.w8a8_tiles import ROW_CLASSES
 from tests.plugins.quant.conftest import w8a16_up_to
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

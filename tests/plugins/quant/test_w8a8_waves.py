@@ -11,7 +11,8 @@ from attrs import evolve
 from engine.ops.gemm.scaled_matmul import GATED_TILE
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.plugins.quant import w8a8_matmul
-from engine.plugins.quant.w8a8_matmul import ROW_CLASSES, W8A8Matmul
+from engine.plugins.quant.w8a8_matmul import W8A8Matmul
+from engine.plugins.quant.w8a8_tiles import ROW_CLASSES
 from engine.plugins.quant.w8a8_waves import SQUARE_TILE, tile_by_waves
 
 SMS = 132
