@@ -35,7 +35,7 @@ BUFFERS = 4
 """Receive buffers: for the two chunks of attention and the two of the MLP."""
 MAX_IN_PROGRESS = 2
 MIN_ROWS = 2048
-"""Smaller sums are not split: two small GEMMs take longer than one, and so do the waits of so many short kernels."""
+"""Smaller sums are not split: two small GEMMs take longer than one, and the waits cost more than they hide."""
 CHUNK_MULTIPLE = 128
 """Rows of a tile of the GEMMs: a chunk of other sizes computes tiles in part."""
 _WAIT, _WRITE = 1, 2

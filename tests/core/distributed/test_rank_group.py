@@ -244,7 +244,7 @@ def test_processes_on_gpus_equal_one_rank(
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", ["on", "off"])
 def test_long_prompts_on_two_gpus_equal_one_rank(checkpoints: Any, tmp_path: Path, graphs: str) -> None:
-    """Sums of so many rows are exchanged next to computation."""
+    """Sums of that many rows are exchanged next to computation."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs; torch sees {torch.cuda.device_count()}")
     model = checkpoints("long", "qwen3", vocab_size=517, max_position_embeddings=4096)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -19,80 +15,39 @@ from engine.ops.gemm.packed_layout import GroupedLayout
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.ops.gemm.weight_only_tiles import WeightOnlyShape, default_tile
 
+from .few_rows import L1_SHARED, SMS, case, check_loop, compile_cases, products_of, shared_memory_of, tiles_of
 from .test_weight_only import HOPPER, LLAMA, Operands, check, gated, linear
 
-SMS = 132
-L1_SHARED = 32 * 2**10
-"""Shared memory of a multiprocessor that l1_cache.SHARED_PERCENT leaves."""
-TILES = [
-    FewRowsTile(rows=rows, warps=warps, ahead=ahead, x_ahead=x_ahead, programs=programs, row_warps=row_warps)
-    for rows, warps, ahead, x_ahead, programs, row_warps in (
-        (16, 4, 4, 0, 3, 1),
-        (16, 8, 1, 4, 2, 1),
-        (32, 2, 1, 2, 8, 1),
-        (16, 1, 1, 2, 8, 1),
-        (64, 2, 1, 4, 4, 1),
-        (32, 4, 2, 0, 2, 1),
-        (64, 4, 1, 2, 4, 2),
-        (32, 8, 1, 4, 2, 2),
-    )
-]
-COMPILE = """
-import json
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
-from engine.ops.gemm.few_rows_tile import FewRowsTile
-from engine.ops.gemm.skinny import GATED, PLAIN
-from engine.ops.gemm.w4a16_few_rows import w4a16_few_rows_kernel as kernel
-
-def compiled(tile, gated, zeros, half):
-    constants = {
-        "TILE": tile.rows, "AHEAD": tile.ahead, "X_AHEAD": tile.x_ahead, "ROW_WARPS": tile.row_warps,
-        "GROUPS": 2, "SCALE_DTYPE": gl.float16,
-        "POWER": 1024 if half else 128, "ZERO_POINTS": zeros, "WHOLE_BLOCKS": True,
-        "EPILOGUE": (GATED if gated else PLAIN).value, "BIAS": False, "PDL": True,
-    }
-    kind = "*fp16" if half else "*bf16"
-    types = {"out": kind, "x": "*i32", "packed": "*i32", "scales": "*i32", "bias": kind}
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in [*types, "weight_rows", "inputs"]}
-    source = GluonASTSource(kernel, signature, values, attributes)
-    options = {"num_warps": tile.warps, "launch_pdl": True, "maxnreg": tile.registers}
-    return triton.compile(source, GPUTarget("cuda", 90, 32), options).asm["sass"]
-
-tiles = [
-    (FewRowsTile(rows=16, warps=4, ahead=4, x_ahead=0, programs=3), False, False, False),
-    (FewRowsTile(rows=16, warps=8, ahead=1, x_ahead=4, programs=2), False, True, False),
-    (FewRowsTile(rows=32, warps=2, ahead=1, x_ahead=2, programs=8), True, False, True),
-]
-print(json.dumps([[tile.rows * tile.ahead, compiled(tile, *kind)] for tile, *kind in tiles]))
-"""
+TILES = tiles_of(
+    (16, 4, 4, 0, 3, 1),
+    (16, 8, 1, 4, 2, 1),
+    (32, 2, 1, 2, 8, 1),
+    (16, 1, 1, 2, 8, 1),
+    (64, 2, 1, 4, 4, 1),
+    (32, 4, 2, 0, 2, 1),
+    (64, 4, 1, 2, 4, 2),
+    (32, 8, 1, 4, 2, 2),
+)
 
 
 def test_weights_go_from_memory_to_products_in_registers() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    for rows, sass in json.loads(done.stdout):
-        lines = sass.splitlines()
-        products = [number for number, line in enumerate(lines) if "HMMA" in line]
-        loop = lines[products[0] : products[-1] + 1]
+    scales = {"GROUPS": 2, "SCALE_DTYPE": "float16"}
+    tiles = tiles_of((16, 4, 4, 0, 3, 1), (16, 8, 1, 4, 2, 1), (32, 2, 1, 2, 8, 1))
+    cases = [
+        case(tiles[0], ZERO_POINTS=False, POWER=128, **scales),
+        case(tiles[1], ZERO_POINTS=True, POWER=128, **scales),
+        case(tiles[2], ZERO_POINTS=False, POWER=1024, gated=True, half=True, **scales),
+    ]
+    compiled = compile_cases("engine.ops.gemm.w4a16_few_rows", "w4a16_few_rows_kernel", "*i32", cases)
+    for tile, lines in zip(tiles, compiled, strict=True):
+        products = products_of(lines)
+        rows = tile.rows * tile.ahead
         assert len(products) == rows  # 16 rows of W and a block of 256 inputs take 16 products
         pairs = rows * 256 // 64
+        loop = lines[products[0] : products[-1] + 1]
         assert sum("HFMA2" in line for line in lines) < 1.05 * pairs + 8
         assert sum(bool(re.search(r"\b(LOP3|SHF|PRMT)\b", line)) for line in loop) < 1.5 * pairs
-        assert not any(re.search(r"\b(LDS|STS|SHFL|BAR)\b", line) for line in loop)
-        assert sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in loop) < 0.02 * len(loop)
-
-
-def shared_memory_of(tile: FewRowsTile) -> int:
-    """Bytes of all programs on a multiprocessor, for their sums and what CUDA reserves."""
-    splits = tile.warps // tile.row_warps
-    return tile.programs * (splits * tile.rows * 8 * 4 + 1024)
+        check_loop(lines)
 
 
 def shape_of(outputs: int, inputs: int, group: int = 128, *, is_gated: bool = False) -> WeightOnlyShape:

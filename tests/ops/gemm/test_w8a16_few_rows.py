@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -18,75 +13,41 @@ from engine.ops.gemm.packed_layout import PackedMatrix, W8Layout
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.ops.gemm.weight_only_tiles import WeightOnlyShape, default_tile
 
-from .test_w4a16_few_rows import L1_SHARED, SMS, shared_memory_of
+from .few_rows import L1_SHARED, SMS, case, check_loop, compile_cases, products_of, shared_memory_of, tiles_of
 from .test_weight_only import HOPPER, LLAMA, check
 from .w8a8 import Operands
 
 FLOAT8, INT8 = W8Layout(dtype="float8_e4m3fn"), W8Layout(dtype="int8")
-TILES = [
-    FewRowsTile(rows=rows, warps=warps, ahead=ahead, x_ahead=x_ahead, programs=programs, row_warps=row_warps)
-    for rows, warps, ahead, x_ahead, programs, row_warps in (
-        (16, 4, 4, 0, 3, 1),
-        (16, 8, 2, 4, 2, 1),
-        (32, 2, 1, 2, 8, 1),
-        (64, 4, 2, 2, 4, 4),
-        (32, 4, 2, 2, 4, 2),
-    )
-]
-COMPILE = """
-import json
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-from engine.ops.gemm.few_rows_tile import FewRowsTile
-from engine.ops.gemm.skinny import GATED, PLAIN
-from engine.ops.gemm.w8a16_few_rows import w8a16_few_rows_kernel as kernel
-
-def compiled(tile, gated, is_float8, half):
-    constants = {
-        "TILE": tile.rows, "AHEAD": tile.ahead, "X_AHEAD": tile.x_ahead, "ROW_WARPS": tile.row_warps,
-        "IS_FLOAT8": is_float8, "WHOLE_BLOCKS": True,
-        "EPILOGUE": (GATED if gated else PLAIN).value, "BIAS": False, "PDL": True,
-    }
-    kind = "*fp16" if half else "*bf16"
-    types = {"out": kind, "x": "*i32", "packed": "*i32", "scales": "*fp32", "bias": kind}
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in [*types, "weight_rows", "inputs"]}
-    source = GluonASTSource(kernel, signature, values, attributes)
-    options = {"num_warps": tile.warps, "launch_pdl": True, "maxnreg": tile.registers}
-    return triton.compile(source, GPUTarget("cuda", 90, 32), options).asm["sass"]
-
-kinds = [
-    (FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=4), False, True, False),
-    (FewRowsTile(rows=32, warps=2, ahead=1, x_ahead=2, programs=8), True, True, False),
-    (FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=4), False, False, False),
-    (FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=4), False, True, True),
-    (FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=4), False, False, True),
-]
-print(json.dumps([[tile.rows * tile.ahead, is_float8, half, compiled(tile, gated, is_float8, half)]
-                  for tile, gated, is_float8, half in kinds]))
-"""
+TILES = tiles_of(
+    (16, 4, 4, 0, 3, 1),
+    (16, 8, 2, 4, 2, 1),
+    (32, 2, 1, 2, 8, 1),
+    (64, 4, 2, 2, 4, 4),
+    (32, 4, 2, 2, 4, 2),
+)
 
 
 def test_weights_go_from_memory_to_products_in_registers() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    for rows, is_float8, half, sass in json.loads(done.stdout):
-        lines = sass.splitlines()
-        products = [number for number, line in enumerate(lines) if "HMMA" in line]
-        loop = lines[products[0] : products[-1] + 1]
-        assert len(products) == rows // 2  # 16 rows of W and a block of 128 inputs take 8 products
+    small, gated = tiles_of((16, 4, 2, 2, 4, 1), (32, 2, 1, 2, 8, 1))
+    kinds = [
+        (small, True, False),
+        (gated, True, False),
+        (small, False, False),
+        (small, True, True),
+        (small, False, True),
+    ]
+    cases = [case(tile, gated=tile is gated, half=half, IS_FLOAT8=is_float8) for tile, is_float8, half in kinds]
+    compiled = compile_cases("engine.ops.gemm.w8a16_few_rows", "w8a16_few_rows_kernel", "*fp32", cases)
+    for (tile, is_float8, half), lines in zip(kinds, compiled, strict=True):
+        rows = tile.rows * tile.ahead
+        assert len(products_of(lines)) == rows // 2  # 16 rows of W and a block of 128 inputs take 8 products
         pairs = rows * 128 // 64
         # 4 instructions per pair of float8 in bfloat16, else 2 or 2.5.
         most = {"F2FP": 2.1, "HADD2": 2} if is_float8 and not half else {"F2FP": 1.1, "PRMT": 1.1}
         most = most if is_float8 else {"HFMA2": 1.1, "LOP3": 1.2, "SHF": 0.6}
         for name in ("F2FP", "HADD2", "HFMA2", "LOP3", "SHF", "PRMT"):
             assert sum(f"{name}" in line for line in lines) <= most.get(name, 0) * pairs + 32, name
-        assert not any(re.search(r"\b(LDS|STS|SHFL|BAR)\b", line) for line in loop)
-        assert sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in loop) < 0.02 * len(loop)
+        check_loop(lines)
 
 
 def shape_of(outputs: int, inputs: int, layout: W8Layout, *, is_gated: bool = False) -> WeightOnlyShape:
