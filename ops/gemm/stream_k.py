@@ -84,17 +84,23 @@ def offsets(sums):
     return gl.expand_dims(row, 1) * sums.shape[1] + gl.expand_dims(column, 0)
 
 
+@gluon.constexpr_function
+def _sums_before(totals, part):
+    """Number of sums in the parts of a tile before this one."""
+    return sum(total.shape[0] * total.shape[1] for total in totals[:part])
+
+
 @gluon.jit
 def write_partial(totals, partials, arrivals):
     """Write this program's sums of a tile that another program began.
 
-    totals: the parts of the tile, each [rows, columns] float32. partials: [programs, parts, rows * columns] float32.
-    arrivals: [programs] int32, 1 where sums are written and not yet read.
+    totals: the parts of the tile, each [rows, columns] float32 or int32. partials: [programs, sums of all parts], of
+    the same type. arrivals: [programs] int32, 1 where sums are written and not yet read.
     """
-    SIZE: gl.constexpr = totals[0].shape[0] * totals[0].shape[1]
+    mine = partials + gl.program_id(0) * _sums_before(totals, len(totals))
     for part in gl.static_range(len(totals)):
         sums = by_thread(totals[part])
-        gl.store(partials + (gl.program_id(0) * len(totals) + part) * SIZE + offsets(sums), sums)
+        gl.store(mine + _sums_before(totals, part) + offsets(sums), sums)
     tl.debug_barrier()  # all threads' sums are written before the counter changes
     gl.atomic_add(arrivals + gl.program_id(0), 1, sem="release")
 
@@ -110,11 +116,11 @@ def _sum_of(total, partial):
 @gluon.jit
 def _added(totals, partials, other):
     """The sums of each part plus those of another program."""
-    SIZE: gl.constexpr = totals[0].shape[0] * totals[0].shape[1]
-    found = (_sum_of(totals[0], partials + other * len(totals) * SIZE),)
+    theirs = partials + other * _sums_before(totals, len(totals))
+    found = (_sum_of(totals[0], theirs),)
     for part in gl.static_range(1, len(totals)):
         # Triton knows no *several.
-        found = found + (_sum_of(totals[part], partials + (other * len(totals) + part) * SIZE),)  # noqa: RUF005
+        found = found + (_sum_of(totals[part], theirs + _sums_before(totals, part)),)  # noqa: RUF005
     return found
 
 

@@ -12,7 +12,6 @@ Both numbers of an output are then in the same thread, which stores act(gate) * 
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,14 +27,7 @@ from engine.ops.common import gluon_copies
 from engine.ops.common.fast_math import round_both
 from engine.ops.common.gluon_tiles import halves
 from engine.ops.common.launch import release, wait
-from engine.ops.gemm.stream_k import (
-    begin_of,
-    by_thread,
-    first_unit,
-    offsets,
-    to_rows,
-    unit_after,
-)
+from engine.ops.gemm.stream_k import add_partials, begin_of, first_unit, unit_after, write_partial
 
 RUN = gl.constexpr(8)
 """Rows of W of a gated layer side by side: wgmma's sums in rows that are this far apart belong to one thread."""
@@ -115,44 +107,6 @@ def _columns(sums, NUMBER: gl.constexpr, COUNT: gl.constexpr):
             left, right = halves(half)
             found = left if NUMBER % 2 == 0 else right
     return found
-
-
-@gluon.jit
-def _write_partials(total, rest, partials, arrivals):
-    """Write this program's sums of a tile that another program began. As stream_k.write_partial, of two sizes."""
-    SIZE: gl.constexpr = total.shape[0] * total.shape[1]
-    REST: gl.constexpr = rest.shape[0] * rest.shape[1]
-    mine = partials + gl.program_id(0) * (SIZE + REST)
-    sums = by_thread(total)
-    gl.store(mine + offsets(sums), sums)
-    sums = by_thread(rest)
-    gl.store(mine + SIZE + offsets(sums), sums)
-    tl.debug_barrier()  # all threads' sums are written before the counter changes
-    gl.atomic_add(arrivals + gl.program_id(0), 1, sem="release")
-
-
-@gluon.jit
-def _sum_of(total, partial):
-    """Sums of wgmma plus those at a place in memory."""
-    sums = by_thread(total)
-    sums += gl.load(partial + offsets(sums), cache_modifier=".cg")
-    return gl.convert_layout(to_rows(sums, total.shape[0], total.shape[1]), total.type.layout)
-
-
-@gluon.jit
-def _add_partials(total, rest, partials, arrivals, tile_end, shared_units):
-    """Add the sums of the programs whose ranges follow, up to the tile's end. As stream_k.add_partials."""
-    SIZE: gl.constexpr = total.shape[0] * total.shape[1]
-    REST: gl.constexpr = rest.shape[0] * rest.shape[1]
-    other = gl.program_id(0) + 1
-    while begin_of(other, shared_units) < tile_end:
-        while gl.atomic_add(arrivals + other, 0, sem="acquire") == 0:
-            pass
-        total = _sum_of(total, partials + other * (SIZE + REST))
-        rest = _sum_of(rest, partials + other * (SIZE + REST) + SIZE)
-        gl.store(arrivals + other, 0)
-        other += 1
-    return total, rest
 
 
 @gluon.jit
@@ -251,10 +205,10 @@ def _multiply(
         total, rest = warpgroup_mma_wait(0, deps=[total, rest])
         mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
         if first > 0:
-            _write_partials(total, rest, partials, arrivals)
+            write_partial((total, rest), partials, arrivals)
         else:
             if end < blocks:
-                total, rest = _add_partials(total, rest, partials, arrivals, tile_end, shared_units)
+                total, rest = add_partials((total, rest), partials, arrivals, tile_end, shared_units)
             tma.store_wait(0)  # the tile before has left its buffers
             begin_out = begin_n // 2 if ACTIVATION is not None else begin_n
             value = _finished(total, output_scale, output_bias, first_scale, BIAS, ACTIVATION, out.dtype)
