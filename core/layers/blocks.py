@@ -115,6 +115,25 @@ class NormedChunks:
         return torch.cat(self._totals)
 
 
+def apply_normed(
+    norm: Norm | ResidualAddition,
+    linear: Linear,
+    inner: Callable[[TensorOrQuantized], TensorOrQuantized],
+    output: OutputProjection,
+    hidden: torch.Tensor | PartialSum,
+    residual: torch.Tensor | None,
+) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
+    """output(inner(norm(hidden + residual))), by chunks of rows if `hidden` is split, and hidden + residual.
+
+    linear: the first layer of `inner`, which the norm is quantized for.
+    """
+    if isinstance(hidden, SplitSum) and isinstance(output, SplitOutput):
+        chunks = NormedChunks(norm, linear, hidden, residual)
+        return output.by_chunk(inner(normed) for normed in chunks), chunks.residual()
+    normed, residual = norm.quantized_for(linear, hidden, residual)
+    return output(inner(normed)), residual
+
+
 class AttentionBlock:
     """Input norm, projections to queries, keys and values, attention, output projection."""
 
@@ -166,13 +185,10 @@ class GatedMLP:
 
         residual: may be overwritten; None counts as zeros.
         """
-        if isinstance(hidden, SplitSum) and isinstance(self._down, SplitOutput):
-            chunks = NormedChunks(self._norm, self._gate_up, hidden, residual)
-            linear = self._down.linear
-            summed = self._down.by_chunk(self._gate_up.gated_quantized_for(linear, normed) for normed in chunks)
-            return summed, chunks.residual()
-        normed, residual = self._norm.quantized_for(self._gate_up, hidden, residual)
-        return self._down(self._gate_up.gated_quantized_for(self._down.linear, normed)), residual
+        return apply_normed(self._norm, self._gate_up, self._gated, self._down, hidden, residual)
+
+    def _gated(self, normed: TensorOrQuantized) -> TensorOrQuantized:
+        return self._gate_up.gated_quantized_for(self._down.linear, normed)
 
 
 class MLP:
@@ -194,9 +210,7 @@ class MLP:
         self, hidden: torch.Tensor | PartialSum, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
         """As GatedMLP."""
-        if isinstance(hidden, SplitSum) and isinstance(self._down, SplitOutput):
-            chunks = NormedChunks(self._norm, self._up, hidden, residual)
-            summed = self._down.by_chunk(self._activate(self._up(normed)) for normed in chunks)
-            return summed, chunks.residual()
-        normed, residual = self._norm.quantized_for(self._up, hidden, residual)
-        return self._down(self._activate(self._up(normed))), residual
+        return apply_normed(self._norm, self._up, self._activated, self._down, hidden, residual)
+
+    def _activated(self, normed: TensorOrQuantized) -> torch.Tensor:
+        return self._activate(self._up(normed))

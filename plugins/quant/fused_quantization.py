@@ -53,8 +53,13 @@ class NormAndActivationQuantization(FusedInputQuantization):
         norm_weight: torch.Tensor,
         eps: float,
         weights: Mapping[str, torch.Tensor],
+        other: torch.Tensor | None = None,
     ) -> tuple[QuantizedRows, torch.Tensor]:
-        return self._norm_and_quantize(x, None, residual, norm_weight, eps, weights)
+        matmul, scale = self._matmul, weights.get("input_scale")
+        values, scales, total = add_rms_norm_quantize(
+            x, residual, norm_weight, eps, matmul.weight_dtype, scale=scale, scaling=matmul.scaling, other=other
+        )
+        return QuantizedRows(values, scales), total
 
     def sum_norm_and_quantize(
         self,
@@ -65,22 +70,7 @@ class NormAndActivationQuantization(FusedInputQuantization):
         eps: float,
         weights: Mapping[str, torch.Tensor],
     ) -> tuple[QuantizedRows, torch.Tensor]:
-        return self._norm_and_quantize(x, other, residual, norm_weight, eps, weights)
-
-    def _norm_and_quantize(
-        self,
-        x: torch.Tensor,
-        other: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        norm_weight: torch.Tensor,
-        eps: float,
-        weights: Mapping[str, torch.Tensor],
-    ) -> tuple[QuantizedRows, torch.Tensor]:
-        matmul, scale = self._matmul, weights.get("input_scale")
-        values, scales, total = add_rms_norm_quantize(
-            x, residual, norm_weight, eps, matmul.weight_dtype, scale=scale, scaling=matmul.scaling, other=other
-        )
-        return QuantizedRows(values, scales), total
+        return self.norm_and_quantize(x, residual, norm_weight, eps, weights, other)
 
     def activate_and_quantize(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> QuantizedRows:
         matmul, scale = self._matmul, weights.get("input_scale")
