@@ -22,7 +22,7 @@ import attrs
 import torch
 import torch.nn.functional as F
 from attrs import asdict
-from rank_processes import run_ranks
+from rank_processes import add_rank_options, run_ranks
 
 from engine.cli.bench.report import Row, report, write
 from engine.core.device import find_device
@@ -133,9 +133,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--size", type=int, default=4096, help="numbers per row")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256, 512, 1024])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", type=int, nargs=2, metavar=("RANK", "RANKS"), help="be one of several ranks")
-    parser.add_argument("--meet", default="", help="with --rank: a file where they meet")
+    add_rank_options(parser)
     arguments = parser.parse_args()
     if arguments.rank is not None:
         arguments.json.write_text(json.dumps(list(map(asdict, measure_rank(arguments)))))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from attrs import asdict
 from models import write_model
-from rank_processes import run_ranks
+from rank_processes import add_rank_options, run_ranks
 from tensor_parallel import rank_executor
 
 from engine.cli.bench.latency import measure_decode
@@ -142,9 +142,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also print the kernels of a step")
     parser.add_argument("--repeat", type=int, default=6)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", type=int, nargs=2, metavar=("RANK", "RANKS"), help="be one of several ranks")
-    parser.add_argument("--meet", default="", help="with --rank: a file where they meet")
+    add_rank_options(parser)
     arguments = parser.parse_args()
     if arguments.rank is not None:
         arguments.json.write_text(json.dumps(list(map(asdict, measure_rank(arguments)))))

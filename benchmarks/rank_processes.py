@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -10,10 +11,17 @@ from pathlib import Path
 from typing import Any
 
 
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
+    """Options of a script that `run_ranks` runs as each of the ranks."""
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", type=int, nargs=2, metavar=("RANK", "RANKS"), help="be one of several ranks")
+    parser.add_argument("--meet", default="", help="with --rank: a file where they meet")
+
+
 def run_ranks(script: str, ranks: int, options: Sequence[str], directory: Path) -> list[Any]:
     """Run `script` as each of the ranks; returns what they write as JSON, by rank. Ends this process if one fails.
 
-    The script takes, besides `options`, --rank RANK RANKS, --meet FILE (a file where the ranks meet) and --json FILE.
+    The script takes those of `add_rank_options` besides `options`.
     """
     meet, results = directory / f"meet-{ranks}", [directory / f"result-{ranks}-{rank}" for rank in range(ranks)]
     command = [sys.executable, script, *options, "--meet", str(meet)]

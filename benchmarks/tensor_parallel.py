@@ -21,7 +21,7 @@ from typing import Any
 
 from attrs import asdict, frozen
 from models import MODELS, write_model
-from rank_processes import run_ranks
+from rank_processes import add_rank_options, run_ranks
 
 from engine.cli.bench.load import opened
 from engine.cli.bench.report import Row, report, write
@@ -130,9 +130,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64, help="decode steps to time")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", type=int, nargs=2, metavar=("RANK", "RANKS"), help="be one of several ranks")
-    parser.add_argument("--meet", default="", help="with --rank: a file where they meet")
+    add_rank_options(parser)
     arguments = parser.parse_args()
     if arguments.rank is not None:
         rows, sums = measure_rank(arguments)
