@@ -58,10 +58,15 @@ def tuned_decode(contexts: Contexts, config: Any, programs: int | None = None) -
 def tuned_prefill(contexts: Contexts, config: Any) -> Decode:
     """Prefill attention by a PrefillConfig."""
     from engine.ops.attention.paged_prefill import paged_prefill, prefill_tiles
+    from engine.ops.attention.prefill_schedule import prefill_schedule
+    from engine.ops.common.launch import num_sms
 
     spec, pool, batch = contexts.spec, contexts.pool, contexts.batch
     tokens = config.tokens(spec.num_heads // spec.num_kv_heads)
-    tiles = prefill_tiles(batch.query_lens_host, batch.context_lens_host, np.arange(batch.num_sequences), tokens)
+    sequences, block_n = np.arange(batch.num_sequences), config.block_n if config.persistent else None
+    tiles = prefill_tiles(batch.query_lens_host, batch.context_lens_host, sequences, tokens, block_n)
+    if config.across_tiles:
+        tiles = prefill_schedule(tiles, spec.num_kv_heads, num_sms(contexts.q.device), config.block_n)
     sent = torch.tensor(tiles, device=contexts.q.device)
 
     def prefill(layer: int, q: torch.Tensor) -> torch.Tensor:

@@ -25,23 +25,50 @@ def prefill_tiles(
     context_lens: npt.NDArray[np.int32],
     sequences: npt.NDArray[np.int64],
     tokens: int,
+    block_n: int | None = None,
 ) -> npt.NDArray[np.int32]:
     """List the tiles of `sequences`, `tokens` new tokens at most per tile.
 
-    query_lens, context_lens: of all sequences of the batch; sequences: indices into them.
+    query_lens, context_lens: of all sequences of the batch; sequences: indices into them. block_n: keys per block; if
+    given, the first tile of a sequence has fewer tokens instead of the last, where its tiles then have fewer blocks.
     Returns [tiles, 4]: sequence, position of the tile's first token, its row of q, number of tokens. Tiles that see the
     most keys come first, so that the programs that run last are short.
     """
     counts = -(-query_lens[sequences] // tokens)
-    owners = np.repeat(sequences, counts)
+    of = np.repeat(np.arange(len(sequences)), counts)
+    owners = sequences[of]
     # 0 to count - 1 within each sequence
     numbers = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
     begins = numbers * tokens
-    sizes = np.minimum(query_lens[owners] - begins, tokens)
-    positions = context_lens[owners] - query_lens[owners] + begins
+    cached = (context_lens - query_lens)[owners]
+    if block_n is not None:
+        begins -= _find_shift(query_lens[owners], cached, begins, of, tokens, block_n)
+    ends = np.minimum(begins + tokens, query_lens[owners])
+    begins = np.maximum(begins, 0)
+    sizes = ends - begins
+    positions = cached + begins
     rows = (np.cumsum(query_lens) - query_lens)[owners] + begins
     order = np.argsort(-(positions + sizes), kind="stable")
     return np.stack([owners, positions, rows, sizes], axis=1)[order].astype(np.int32)
+
+
+def _find_shift(
+    query_lens: npt.NDArray[np.int32],
+    cached: npt.NDArray[np.int32],
+    begins: npt.NDArray[np.int64],
+    of: npt.NDArray[np.int64],
+    tokens: int,
+    block_n: int,
+) -> npt.NDArray[np.int64]:
+    """By how many tokens tiles begin earlier: what the last tile of a sequence lacks, where that saves blocks.
+
+    Arguments: of each tile; of: number of its sequence.
+    """
+    lacking = (-query_lens.astype(np.int64)) % tokens
+    last = cached + np.minimum(begins + tokens, query_lens) - 1
+    moved = cached + begins + tokens - lacking - 1
+    saved = np.bincount(of, last // block_n - moved // block_n)
+    return np.where(saved[of] > 0, lacking, 0)
 
 
 SHORT_SHARE = 0.3
@@ -133,7 +160,9 @@ def paged_prefill(
 
     q, out: [tokens, heads, head_dim], last two dimensions dense;
     keys, values: [blocks, block_size, kv_heads, head_dim];
-    tables: [sequences, max_blocks] int32; tiles: [tiles, 4] int32, from `prefill_tiles` with config.tokens(group);
+    tables: [sequences, max_blocks] int32; tiles: [tiles, 4] int32, from `prefill_tiles` with config.tokens(group), or,
+    if config.across_tiles, [turns + 2, programs, 4], from `prefill_schedule` with at most as many programs as the GPU
+    has multiprocessors;
     value_scale: factor on the values;
     sinks: [heads] float32, the score of one more key of each head, whose value is zero;
     order: for persistent_prefill without a window, [turns, programs] int32, from `prefill_order` with at most as many

@@ -39,12 +39,18 @@ PERSISTENT = PrefillConfig(block_m=128, block_n=128, num_warps=4, num_stages=2, 
 PERSISTENT_NARROW = evolve(PERSISTENT, num_stages=4)
 """For heads of up to NARROW_HEAD_DIM, whose blocks are small enough for four stages."""
 NARROW_HEAD_DIM = 64
-SHORT_KEYS = 200
+SHORT_KEYS = 300
 """Maximum mean number of keys per new token for which the kernel of persistent_short is chosen."""
-SHORT_KEYS_OF_MANY = 400
+SHORT_KEYS_OF_MANY = 750
 """The same where programs have at least MANY_TILES tiles each: more steps per tile cost time where the longest tile
 determines the time."""
-MANY_TILES = 2.5
+SHORT_KEYS_OF_MANY_NARROW = 580
+"""The same for heads of up to NARROW_HEAD_DIM."""
+MANY_TILES = 1.5
+SHORT_KEYS_ORDERED = 200
+"""As SHORT_KEYS, where persistent_prefill is faster than otherwise: see PrefillWork.ordered."""
+SHORT_KEYS_OF_MANY_ORDERED = 400
+MANY_TILES_ORDERED = 2.5
 SHORT_KEYS_OF_WINDOW = 900
 """The same where the window limits at least LIMITED_SHARE of the new tokens. Their tiles begin within a block, so
 more of larger blocks is computed in vain, and all take the same time."""
@@ -79,6 +85,9 @@ class PrefillWork:
     """Tiles of PERSISTENT.block_m rows per multiprocessor, over all KV heads."""
     limited: float = 0.0
     """Share of the new tokens that see fewer keys because of the window."""
+    ordered: bool = False
+    """Whether persistent_prefill has an order of work (`prefill_order`): keys and values that TMA loads, or that are
+    more than the GPU's cache holds."""
 
     @classmethod
     def of(
@@ -90,6 +99,7 @@ class PrefillWork:
         kv_heads: int,
         sms: int,
         window: int | None = None,
+        ordered: bool = False,
     ) -> PrefillWork:
         """The work of sequences, of which each has new tokens. sms: number of multiprocessors."""
         queries = query_lens.astype(np.int64)
@@ -107,13 +117,20 @@ class PrefillWork:
             keys=float(doubled / (2 * count)),
             tiles=int((-(-queries // tokens)).sum()) * kv_heads / sms,
             limited=float(limited / count),
+            ordered=ordered,
         )
 
 
 def persistent_config(head_dim: int, work: PrefillWork) -> PrefillConfig:
     """Launch parameters of the persistent kernels."""
-    config = PERSISTENT_NARROW if head_dim <= NARROW_HEAD_DIM else PERSISTENT
-    most = SHORT_KEYS_OF_MANY if work.tiles >= MANY_TILES else SHORT_KEYS
+    narrow = head_dim <= NARROW_HEAD_DIM
+    config = PERSISTENT_NARROW if narrow else PERSISTENT
+    if work.ordered:
+        most = SHORT_KEYS_OF_MANY_ORDERED if work.tiles >= MANY_TILES_ORDERED else SHORT_KEYS_ORDERED
+    elif work.tiles >= MANY_TILES:
+        most = SHORT_KEYS_OF_MANY_NARROW if narrow else SHORT_KEYS_OF_MANY
+    else:
+        most = SHORT_KEYS
     if work.limited >= LIMITED_SHARE:
         most = SHORT_KEYS_OF_WINDOW
     if work.keys > most:

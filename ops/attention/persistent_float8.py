@@ -266,7 +266,7 @@ def _attend(
             mbarrier.arrive(free.index(stage), count=1)
             step += 1
 
-            store_rows(out, acc, l_i, row, tokens, head, out_stride, value_scale, HALF, GROUP_SIZE)
+            store_rows(out, acc, l_i, row, tokens, head, out_stride, value_scale, HALF, GROUP_SIZE, False)
         item, first_position, row, tokens = next_item, next_first_position, next_row, next_tokens
 
 

@@ -51,6 +51,7 @@ from engine.ops.attention.persistent_steps import (
     copy_block,
     copy_queries,
     find_first_key,
+    has_short_offsets,
     key_ranges,
     ordered_item,
     ordered_turns,
@@ -79,6 +80,7 @@ def _copy(
     STAGES: gl.constexpr = k_stages.shape[0]
     BLOCK_N: gl.constexpr = k_stages.shape[1]
     HEAD_DIM: gl.constexpr = k_stages.shape[2]
+    SHORT_OFFSETS: gl.constexpr = has_short_offsets(GROUP_SIZE, HEAD_DIM, False)
     layout: gl.constexpr = run_layout(HEAD_DIM, gl.num_warps())
     runs = gl.arange(0, BLOCK_N // _RUN, gl.SliceLayout(1, gl.SliceLayout(2, layout))) * _RUN
     programs = gl.num_programs(0)
@@ -96,7 +98,7 @@ def _copy(
         positions = begin + runs
         block_ids = look_up(table, positions, end, BLOCK_SIZE)
         wait_until_free(q_free, turn)
-        copy_queries(q, q_stride, q_halves, 0, row, tokens, head, GROUP_SIZE)
+        copy_queries(q, q_stride, q_halves, 0, row, tokens, head, GROUP_SIZE, SHORT_OFFSETS)
         async_copy.mbarrier_arrive(q_filled.index(0), increment_count=False)
         at = find_offsets(block_ids, positions, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
         at_before = gl.zeros_like(at)  # a separate value, or the loop would not carry it
@@ -142,6 +144,7 @@ def _load(
     BLOCK_N: gl.constexpr = k_stages.shape[1]
     HEAD_DIM: gl.constexpr = k_stages.shape[2]
     NBYTES: gl.constexpr = key_rows.block_type.nbytes
+    SHORT_OFFSETS: gl.constexpr = has_short_offsets(GROUP_SIZE, HEAD_DIM, True)
     layout: gl.constexpr = run_layout(HEAD_DIM, gl.num_warps())
     runs = gl.arange(0, BLOCK_N // _RUN, gl.SliceLayout(1, gl.SliceLayout(2, layout))) * _RUN
     programs = gl.num_programs(0)
@@ -155,7 +158,7 @@ def _load(
         end = first_position + tokens
         origin = gl.load(tables + sequence.to(gl.int64) * table_stride) * BLOCK_SIZE
         wait_until_free(q_free, turn)
-        copy_queries(q, q_stride, q_halves, 0, row, tokens, head, GROUP_SIZE)
+        copy_queries(q, q_stride, q_halves, 0, row, tokens, head, GROUP_SIZE, SHORT_OFFSETS)
         async_copy.mbarrier_arrive(q_filled.index(0), increment_count=False)
         for start_n in range(0, end, BLOCK_N):
             stage = step % STAGES
@@ -269,7 +272,10 @@ def _attend(
         mbarrier.arrive(free.index(stage), count=1)
         step += 1
 
-        store_rows(out, acc, l_i, row, tokens, head, out_stride, value_scale, HALF, GROUP_SIZE)
+        store_rows(
+            out, acc, l_i, row, tokens, head, out_stride, value_scale, HALF, GROUP_SIZE,
+            has_short_offsets(GROUP_SIZE, HEAD_DIM, LOADED),
+        )  # fmt: skip
         item, first_position, row, tokens = next_item, next_first_position, next_row, next_tokens
 
 
@@ -280,7 +286,10 @@ def _prefill_kernel(
     WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, ACROSS_TILES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """items: tiles times KV_HEADS. Grid: programs, at most one per item. Other arguments as in paged_prefill."""
+    """tiles: if ACROSS_TILES, a schedule, whose columns are programs; items: otherwise, tiles times KV_HEADS.
+
+    Grid: programs, at most one per item. Other arguments as in paged_prefill.
+    """
     BUFFERS: gl.constexpr = 2 if ACROSS_TILES else 1
     shared = make_stages(q.dtype.element_ty, BUFFERS, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES)
     if not ACROSS_TILES:
@@ -288,8 +297,8 @@ def _prefill_kernel(
     release(PDL)
     # Registers per thread: 224 and 56; the first group gets the rest, 224 too.
     if ACROSS_TILES:
-        across = (out, tiles, sinks, out_stride, scale, softcap, window, value_scale, items)
-        copied_across = (q, keys, values, tables, tiles, q_stride, table_stride, window, items)
+        across = (out, tiles, sinks, out_stride, scale, softcap, window, value_scale)
+        copied_across = (q, keys, values, tables, tiles, q_stride, table_stride, window)
         gl.warp_specialize(
             [
                 (attend_across_tiles, (across, shared, 0, KV_HEADS, GROUP_SIZE, WINDOWED, SOFTCAP, SINKS)),
@@ -371,6 +380,11 @@ def launch(
     config: PrefillConfig,
 ) -> None:
     """Launch the kernel with the arguments of paged_prefill, where `can_persist` says what is supported."""
+    if config.across_tiles != (tiles.dim() == 3):
+        wanted = "a schedule of prefill_schedule" if config.across_tiles else "tiles of prefill_tiles"
+        raise ValueError(
+            f"paged_prefill was called with tiles of shape {list(tiles.shape)}, but its config needs {wanted}"
+        )
     block_size, num_kv_heads, head_dim = keys.shape[1:]
     items = len(tiles) * num_kv_heads
     inputs = (q, keys, values)
@@ -402,7 +416,8 @@ def launch(
             **sizes,
         )
         return
-    _prefill_kernel[(min(items, num_sms(q.device)),)](
+    programs = tiles.shape[1] if config.across_tiles else min(items, num_sms(q.device))
+    _prefill_kernel[(programs,)](
         *(*inputs, tables, tiles, *outputs, *factors, window or 0, value_scale, items),
         WINDOWED=window is not None,
         ACROSS_TILES=config.across_tiles,

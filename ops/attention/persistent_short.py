@@ -4,7 +4,8 @@ The tiles of a program form one sequence of blocks of keys. Step s multiplies th
 keys of block s, and the softmax of step s - 1 with the values of block s - 1, also where block s belongs to the next
 tile. So a tile of n blocks has n steps instead of n + 1, and its results are stored while the next scores are
 computed. The queries of two tiles are in shared memory. Short prompts have few blocks per tile, so they gain; a prompt
-of 8192 tokens takes up to 5 % more than by persistent_prefill, with blocks of 128 keys in both.
+of 8192 tokens takes up to 5 % more than by persistent_prefill, with blocks of 128 keys in both. Which tiles a program
+computes is decided on the host (prefill_schedule).
 """
 
 from __future__ import annotations
@@ -34,12 +35,11 @@ from engine.ops.attention.persistent_steps import (
     RUN,
     copy_block,
     copy_queries,
-    count_turns,
     find_first_key,
-    item_of_turn,
     key_ranges,
+    scheduled_tile,
+    scheduled_turns,
     store_rows,
-    tile_of_item,
 )
 from engine.ops.common.launch import wait
 
@@ -53,16 +53,14 @@ def copy_across_tiles(
     PDL: gl.constexpr,
 ):  # fmt: skip
     """The warps that copy queries, keys and values into shared memory."""
-    q, keys, values, tables, tiles, q_stride, table_stride, window, items = arguments
+    q, keys, values, tables, schedule, q_stride, table_stride, window = arguments
     q_halves, k_stages, v_stages, q_filled, q_free, filled, free = shared
     STAGES: gl.constexpr = k_stages.shape[0]
     BLOCK_N: gl.constexpr = k_stages.shape[1]
     HEAD_DIM: gl.constexpr = k_stages.shape[2]
     layout: gl.constexpr = run_layout(HEAD_DIM, gl.num_warps())
     runs = gl.arange(0, BLOCK_N // _RUN, gl.SliceLayout(1, gl.SliceLayout(2, layout))) * _RUN
-    programs = gl.num_programs(0)
-    item = item_of_turn(0, programs)
-    sequence, first_position, row, tokens = tile_of_item(tiles, item, items, KV_HEADS)
+    head, sequence, first_position, row, tokens = scheduled_tile(schedule, 0, KV_HEADS)
     step = 0
     # The previous block, whose values are copied with the keys of this one: also from a tile to the next.
     at_before = (runs * 0).to(gl.int64)
@@ -70,10 +68,10 @@ def copy_across_tiles(
     first_key_before = 0
     end_before = 0
     head_before = 0
-    for turn in range(count_turns(items, programs)):
-        next_item = item_of_turn(turn + 1, programs)
-        next_sequence, next_first_position, next_row, next_tokens = tile_of_item(tiles, next_item, items, KV_HEADS)
-        head = item % KV_HEADS
+    for turn in range(scheduled_turns(schedule)):
+        next_head, next_sequence, next_first_position, next_row, next_tokens = scheduled_tile(
+            schedule, turn + 1, KV_HEADS
+        )
         first_key = find_first_key(first_position, window, WINDOWED)
         begin = first_key // BLOCK_N * BLOCK_N
         end = first_position + tokens
@@ -84,7 +82,7 @@ def copy_across_tiles(
             # values and results are touched only after it.
             wait(PDL)
         wait_until_free(q_free, turn)
-        copy_queries(q, q_stride, q_halves, turn % 2 * 2, row, tokens, head, GROUP_SIZE)
+        copy_queries(q, q_stride, q_halves, turn % 2 * 2, row, tokens, head, GROUP_SIZE, True)
         async_copy.mbarrier_arrive(q_filled.index(turn % 2), increment_count=False)
         for start_n in range(begin, end, BLOCK_N):
             positions = start_n + runs
@@ -109,7 +107,7 @@ def copy_across_tiles(
             end_before = end
             head_before = head
             step += 1
-        item, sequence, first_position = next_item, next_sequence, next_first_position
+        head, sequence, first_position = next_head, next_sequence, next_first_position
         row, tokens = next_row, next_tokens
     stage = step % STAGES
     wait_until_free(free, step)
@@ -126,7 +124,7 @@ def attend_across_tiles(
     WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply; HALF: 0 for the first half of a tile's rows, 1 for the second."""
-    out, tiles, sinks, out_stride, scale, softcap, window, value_scale, items = arguments
+    out, schedule, sinks, out_stride, scale, softcap, window, value_scale = arguments
     q_halves, k_stages, _, q_filled, q_free, filled, free = shared
     BLOCK_N: gl.constexpr = k_stages.shape[1]
     STAGES: gl.constexpr = k_stages.shape[0]
@@ -135,10 +133,8 @@ def attend_across_tiles(
     qk_layout: gl.constexpr = product_layout(BLOCK_N, 16)
     rows = HALF * HALF_M + gl.arange(0, HALF_M, gl.SliceLayout(1, qk_layout))
     zeros = gl.zeros([HALF_M, BLOCK_N], gl.float32, qk_layout)
-    programs = gl.num_programs(0)
-    turns = count_turns(items, programs)
-    item = item_of_turn(0, programs)
-    _, first_position, row, tokens = tile_of_item(tiles, item, items, KV_HEADS)
+    turns = scheduled_turns(schedule)
+    head, _, first_position, row, tokens = scheduled_tile(schedule, 0, KV_HEADS)
     wait_until_filled(q_filled, 0)
     wait_for_stage(filled, 0)
     qk = start_scores(q_halves.index(HALF), k_stages, 0, zeros)
@@ -146,9 +142,7 @@ def attend_across_tiles(
     mbarrier.arrive(free.index(0), count=1)
     step = 1
     for turn in range(turns):
-        next_item = item_of_turn(turn + 1, programs)
-        _, next_first_position, next_row, next_tokens = tile_of_item(tiles, next_item, items, KV_HEADS)
-        head = item % KV_HEADS
+        next_head, _, next_first_position, next_row, next_tokens = scheduled_tile(schedule, turn + 1, KV_HEADS)
         begin = find_first_key(first_position, window, WINDOWED) // BLOCK_N * BLOCK_N
         end = first_position + tokens
         last, whole = key_ranges(begin, end, first_position, BLOCK_N, HALF * HALF_M // GROUP_SIZE)
@@ -179,8 +173,8 @@ def attend_across_tiles(
         )  # fmt: skip
         l_i = total(l_i, m_i, sinks, rows, head, GROUP_SIZE, SINKS)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        store_rows(out, acc, l_i, row, tokens, head, out_stride, value_scale, HALF, GROUP_SIZE)
+        store_rows(out, acc, l_i, row, tokens, head, out_stride, value_scale, HALF, GROUP_SIZE, True)
         qk = warpgroup_mma_wait(0, deps=[qk])
         mbarrier.arrive(free.index(step % STAGES), count=1)
         step += 1
-        item, first_position, row, tokens = next_item, next_first_position, next_row, next_tokens
+        head, first_position, row, tokens = next_head, next_first_position, next_row, next_tokens

@@ -62,6 +62,23 @@ def tile_of_item(tiles, item, items, KV_HEADS: gl.constexpr):
 
 
 @gluon.jit
+def scheduled_turns(schedule):
+    """The number of work items of this program in a schedule of prefill_schedule."""
+    return gl.load(schedule + gl.program_id(0) * 4)
+
+
+@gluon.jit
+def scheduled_tile(schedule, turn, KV_HEADS: gl.constexpr):
+    """KV head, sequence, position and row of q of the first token, and number of tokens of this program's item."""
+    item = schedule + ((turn + 1) * gl.num_programs(0) + gl.program_id(0)) * 4
+    pair = gl.load(item)
+    first_position = gl.load(item + 1)
+    row = gl.load(item + 2)
+    tokens = gl.load(item + 3)
+    return pair % KV_HEADS, pair // KV_HEADS, first_position, row, tokens
+
+
+@gluon.jit
 def find_first_key(first_position, window, WINDOWED: gl.constexpr):
     """The first key that a query of the tile sees."""
     first = 0
@@ -81,25 +98,60 @@ def key_ranges(begin, end, first_position, BLOCK_N: gl.constexpr, TOKENS: gl.con
     return last, whole
 
 
+@gluon.constexpr_function
+def has_short_offsets(group, head_dim, loaded):
+    """Whether `row_pointers` counts from the first row in persistent_prefill. loaded: whether TMA loads the keys.
+
+    As measured: slower for heads of 128 where a division by the group is a shift, and for heads of 64 with TMA.
+    """
+    return not loaded if head_dim <= 64 else group & (group - 1) != 0
+
+
 @gluon.jit
-def copy_queries(q, q_stride, halves, first, row, tokens, head, GROUP_SIZE: gl.constexpr):
+def row_pointers(
+    data, stride, row, rows, columns, head, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, SHORT: gl.constexpr
+):  # fmt: skip
+    """Pointers to rows of a tile in queries or results: row r is query head r % GROUP_SIZE of token r // GROUP_SIZE.
+
+    data: with `stride` numbers per token, of which `row` is the tile's first. SHORT: whether to count from the first
+    row: one division per row, and no product in 64 bits.
+    """
+    if SHORT:
+        tokens = (rows.to(gl.uint32) // GROUP_SIZE).to(gl.int32)
+        offs = tokens * (stride - GROUP_SIZE * HEAD_DIM) + rows * HEAD_DIM
+        first = data + (row.to(gl.int64) * stride + head * (GROUP_SIZE * HEAD_DIM))
+        pointers = first + (gl.expand_dims(offs, 1) + columns)
+    else:
+        offs = (row + rows // GROUP_SIZE).to(gl.int64) * stride
+        offs += (head * GROUP_SIZE + rows % GROUP_SIZE) * HEAD_DIM
+        pointers = data + gl.expand_dims(offs, 1) + columns
+    return pointers
+
+
+@gluon.jit
+def copy_queries(
+    q, q_stride, halves, first, row, tokens, head, GROUP_SIZE: gl.constexpr, SHORT_OFFSETS: gl.constexpr
+):  # fmt: skip
     """Copy a tile's queries into two of `halves`, [..., BLOCK_M // 2, HEAD_DIM], from number `first` on.
 
-    Zeros beyond the tile's tokens.
+    Zeros beyond the tile's tokens; a half without any may stay as it is. SHORT_OFFSETS: see row_pointers.
     """
     HALF_M: gl.constexpr = halves.shape[1]
     HEAD_DIM: gl.constexpr = halves.shape[2]
+    # With one buffer for heads of 128, what is computed for each half would displace other offsets from the registers.
+    COUNTED: gl.constexpr = SHORT_OFFSETS and (halves.shape[0] > 2 or HEAD_DIM <= 64)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [gl.num_warps(), 1], [1, 0])
     columns = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout)), 0)
-    for half in range(2):  # not unrolled, or divisions of all rows would be kept in registers, which are few
+    count = 2
+    if COUNTED:
+        count = gl.cdiv(tokens * GROUP_SIZE, HALF_M)
+    for half in range(count):  # not unrolled, or divisions of all rows would be kept in registers, which are few
         part = halves.index(first + half)
         for begin in gl.static_range(0, HALF_M, _COPIED_ROWS):
             rows = half * HALF_M + begin + gl.arange(0, _COPIED_ROWS, gl.SliceLayout(1, layout))
-            offs = (row + rows // GROUP_SIZE).to(gl.int64) * q_stride
-            offs += (head * GROUP_SIZE + rows % GROUP_SIZE) * HEAD_DIM
             gluon_copies.load(
                 part.slice(begin, _COPIED_ROWS),
-                q + gl.expand_dims(offs, 1) + columns,
+                row_pointers(q, q_stride, row, rows, columns, head, GROUP_SIZE, HEAD_DIM, SHORT_OFFSETS),
                 mask=gl.expand_dims(rows < tokens * GROUP_SIZE, 1),
             )
 
@@ -205,12 +257,13 @@ def soften(
 
 @gluon.jit
 def store_rows(
-    out, acc, l_i, row, tokens, head, out_stride, value_scale, HALF: gl.constexpr, GROUP_SIZE: gl.constexpr
+    out, acc, l_i, row, tokens, head, out_stride, value_scale, HALF: gl.constexpr, GROUP_SIZE: gl.constexpr,
+    SHORT_OFFSETS: gl.constexpr,
 ):  # fmt: skip
     """Divide the rows of a half of a tile by their sums l_i, in any layout, and store those of its tokens.
 
     Threads exchange numbers such that each stores 16 bytes next to those of its neighbours. In the layout of acc each
-    has 4 bytes, and four threads 16 of a row.
+    has 4 bytes, and four threads 16 of a row. SHORT_OFFSETS: see row_pointers.
     """
     HALF_M: gl.constexpr = acc.shape[0]
     HEAD_DIM: gl.constexpr = acc.shape[1]
@@ -222,5 +275,9 @@ def store_rows(
     result = gl.convert_layout((acc * gl.expand_dims(share, 1)).to(out.dtype.element_ty), layout)
     rows = first + gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
     columns = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout)), 0)
-    offs = (row + rows // GROUP_SIZE).to(gl.int64) * out_stride + (head * GROUP_SIZE + rows % GROUP_SIZE) * HEAD_DIM
-    gl.store(out + gl.expand_dims(offs, 1) + columns, result, mask=gl.expand_dims(rows < tokens * GROUP_SIZE, 1))
+    mask = gl.expand_dims(rows < tokens * GROUP_SIZE, 1)
+    if SHORT_OFFSETS:
+        # What differs from tile to tile keeps the compiler from holding offsets in registers, which are few, meanwhile.
+        rows = gl.minimum(rows, tokens * GROUP_SIZE)
+    pointers = row_pointers(out, out_stride, row, rows, columns, head, GROUP_SIZE, HEAD_DIM, SHORT_OFFSETS)
+    gl.store(pointers, result, mask=mask)

@@ -26,7 +26,8 @@ class PrefillPart:
     """Prefilling sequences that are computed by one launch per layer."""
 
     tiles: torch.Tensor
-    """[tiles, 4] int32, from `prefill_tiles`."""
+    """[tiles, 4] int32, from `prefill_tiles`; if config.across_tiles, [turns + 2, programs, 4], from
+    `prefill_schedule`."""
     tables: torch.Tensor
     """[sequences, blocks] int32: the block tables that tiles refer to."""
     config: Any
@@ -109,36 +110,55 @@ class PrefillPlanner:
         from engine.ops.attention.paged_prefill_config import prefill_config
 
         queries = batch.query_lens_host
+        # Without TMA an order gains nothing where the GPU's cache holds all keys and values.
+        size = 2 * int(batch.context_lens_host[sequences].sum()) * self._spec.num_kv_heads * self._spec.head_dim
+        ordered = size * self._itemsize > self._cache_bytes
         config = prefill_config(
-            self._work(batch, sequences),
+            self._work(batch, sequences, ordered=ordered),
             self._group,
             self._spec.head_dim,
             self._itemsize,
             self._shared_memory,
             persistent=self._persistent,
         )
-        tiles = prefill_tiles(queries, batch.context_lens_host, sequences, config.tokens(self._group))
-        # Without TMA an order gains nothing where the GPU's cache holds all keys and values.
-        size = 2 * int(batch.context_lens_host[sequences].sum()) * self._spec.num_kv_heads * self._spec.head_dim
-        order = self._order(tiles, config) if size * self._itemsize > self._cache_bytes else None
+        tiles = prefill_tiles(
+            queries, batch.context_lens_host, sequences, config.tokens(self._group), self._block_n(config)
+        )
+        tiles, order = self._distribute(tiles, config, ordered=ordered)
         [sent], sent_order = _send([tiles], order, batch.tokens.device)
         return PrefillPart(sent, batch.block_tables, config, order=sent_order)
 
-    def _order(self, tiles: npt.NDArray[np.int32], config: Any) -> npt.NDArray[np.int32] | None:
-        """The order of work of persistent_prefill in layers without a window, if `config` and any layer are for it."""
+    def _distribute(
+        self, tiles: npt.NDArray[np.int32], config: Any, *, ordered: bool
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:
+        """The schedule of persistent_short instead of the tiles, if `config` is for it; otherwise the tiles and, if
+        `ordered`, the order of persistent_prefill in layers without a window, if any layer is for it."""
         from engine.ops.attention.paged_prefill import prefill_order
+        from engine.ops.attention.prefill_schedule import prefill_schedule
 
-        if self._window is not None or not config.persistent or config.across_tiles:
-            return None
-        return prefill_order(tiles, self._spec.num_kv_heads, self._sms)
+        heads = self._spec.num_kv_heads
+        if config.across_tiles:
+            return prefill_schedule(tiles, heads, self._sms, config.block_n, window=self._window), None
+        if not ordered or self._window is not None or not config.persistent:
+            return tiles, None
+        return tiles, prefill_order(tiles, heads, self._sms)
 
-    def _work(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> Any:
+    def _block_n(self, config: Any) -> int | None:
+        """Keys per block, if tiles may be moved to have fewer blocks (`prefill_tiles`); None if layers have windows."""
+        return config.block_n if config.persistent and self._window is None else None
+
+    def _work(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64], *, ordered: bool) -> Any:
         """The PrefillWork of sequences."""
         from engine.ops.attention.paged_prefill_config import PrefillWork
 
         lengths = batch.query_lens_host[sequences], batch.context_lens_host[sequences]
         return PrefillWork.of(
-            *lengths, group=self._group, kv_heads=self._spec.num_kv_heads, sms=self._sms, window=self._window
+            *lengths,
+            group=self._group,
+            kv_heads=self._spec.num_kv_heads,
+            sms=self._sms,
+            window=self._window,
+            ordered=ordered,
         )
 
     def _find_converted(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -187,11 +207,11 @@ class PrefillPlanner:
             count += end - begin
         blocks = np.concatenate(parts)
         queries, contexts = batch.query_lens_host, batch.context_lens_host
-        config = self.choose_widened_config(self._work(batch, sequences))
-        tiles = prefill_tiles(queries, contexts, sequences, config.tokens(self._group))
+        config = self.choose_widened_config(self._work(batch, sequences, ordered=True))
+        tiles = prefill_tiles(queries, contexts, sequences, config.tokens(self._group), self._block_n(config))
         tiles[:, 0] = np.searchsorted(sequences, tiles[:, 0])
-        order, device = self._order(tiles, config), batch.tokens.device
-        (sent_tiles, sent_tables, sent_blocks), sent_order = _send([tiles, tables, blocks], order, device)
+        tiles, order = self._distribute(tiles, config, ordered=True)
+        (sent_tiles, sent_tables, sent_blocks), sent_order = _send([tiles, tables, blocks], order, batch.tokens.device)
         return PrefillPart(sent_tiles, sent_tables, config, sent_blocks, sent_order)
 
     def _tiled(self, batch: ForwardBatch, sequences: npt.NDArray[np.int64]) -> Float8Part:

@@ -13,6 +13,7 @@ from engine.ops.attention.float8_tiles import TILE, gather_tiles
 from engine.ops.attention.paged_prefill import paged_prefill, prefill_order, prefill_tiles
 from engine.ops.attention.paged_prefill_config import PrefillConfig
 from engine.ops.attention.persistent_float8 import BLOCK_M, float8_prefill
+from engine.ops.attention.prefill_schedule import prefill_schedule
 from engine.ops.common.launch import num_sms
 from engine.testing.attention_cases import dense_attention
 
@@ -87,12 +88,14 @@ def check(
     float8: bool = False,
     ordered: bool = False,
     consecutive: bool = False,
+    moved: bool = False,
 ) -> None:
     """Run and compare. lengths: (cached, new) per sequence. Row 0 of out belongs to a decode and must not change.
 
     Slots that no query sees hold NaN, beyond the sequences and behind the window. sharpness: standard deviation of the
     scores; float8: whether to run persistent_float8, and to round queries and weights as it does; ordered: whether to
-    pass an order, and consecutive: whether blocks are consecutive.
+    pass an order, and consecutive: whether blocks are consecutive; moved: whether tiles begin earlier where that saves
+    blocks.
     """
     torch.manual_seed(0)
     kv_dtype = kv_dtype or dtype
@@ -148,8 +151,10 @@ def check(
         gathered = gather_tiles(keys, values, blocks.to(DEVICE), spans.to(DEVICE), window)
         float8_prefill(q, *gathered, torch.from_numpy(tiles).to(DEVICE), out, **settings)
     else:
-        tiles = prefill_tiles(*queries, config.tokens(group))
-        if ordered:
+        tiles = prefill_tiles(*queries, config.tokens(group), config.block_n if moved else None)
+        if config.across_tiles:
+            tiles = prefill_schedule(tiles, heads[1], num_sms(q.device), config.block_n, window=window)
+        elif ordered:
             programs = min(len(tiles) * heads[1], num_sms(q.device))
             turns = prefill_order(tiles, heads[1], programs, min_turns=0)
             settings |= {"order": torch.from_numpy(turns).to(DEVICE), "consecutive": consecutive}

@@ -14,9 +14,13 @@ from engine.ops.attention.paged_prefill import prefill_order, prefill_tiles
 from engine.ops.attention.paged_prefill_config import (
     LIMITED_SHARE,
     MANY_TILES,
+    MANY_TILES_ORDERED,
     SHORT_KEYS,
     SHORT_KEYS_OF_MANY,
+    SHORT_KEYS_OF_MANY_NARROW,
+    SHORT_KEYS_OF_MANY_ORDERED,
     SHORT_KEYS_OF_WINDOW,
+    SHORT_KEYS_ORDERED,
     PrefillConfig,
     PrefillWork,
     persistent_config,
@@ -107,6 +111,38 @@ def test_prefill_tiles_cover_each_new_token_once_the_most_work_first() -> None:
     ]
 
 
+@pytest.mark.parametrize("block_n", [64, 128])
+@pytest.mark.parametrize("tokens", [18, 25, 32, 42, 128])
+def test_prefill_tiles_of_a_sequence_begin_earlier_where_that_saves_blocks(tokens: int, block_n: int) -> None:
+    def blocks(tiles: Any) -> int:
+        return int((-(-tiles[:, 1:].sum(1, where=[True, False, True]) // block_n)).sum())
+
+    moved = 0
+    for cached in (0, 70):
+        for new in range(1, 400, 7):
+            queries, contexts = np.array([3, new], np.int32), np.array([9, cached + new], np.int32)
+            tiles = [prefill_tiles(queries, contexts, np.array([1]), tokens, *more) for more in ((), (block_n,))]
+            assert len(tiles[0]) == len(tiles[1])
+            rows = [range(row, row + count) for _, _, row, count in tiles[1].tolist()]
+            assert sorted(row for part in rows for row in part) == list(range(3, 3 + new))
+            assert (tiles[1][:, 1] - tiles[1][:, 2] == cached - 3).all()
+            assert tiles[1][:, 3].max() <= tokens
+            if (tiles[0] == tiles[1]).all():
+                continue
+            assert blocks(tiles[1]) < blocks(tiles[0])
+            moved += 1
+    assert moved > 0
+
+
+def test_prefill_tiles_stay_where_blocks_end_with_tiles() -> None:
+    for new in range(1, 400):
+        lens = np.array([new], np.int32)
+        assert (
+            prefill_tiles(lens, lens, np.array([0]), 32, 64).tolist()
+            == prefill_tiles(lens, lens, np.array([0]), 32).tolist()
+        )
+
+
 def tiles_of(lengths: tuple[tuple[int, int], ...], tokens: int = 32) -> Any:
     """Tiles of (cached, new) per sequence."""
     queries = np.array([new for _, new in lengths], np.int32)
@@ -173,14 +209,19 @@ def test_prefill_config_is_persistent_for_long_prompts_only() -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_persistent_config_has_as_many_keys_in_flight_in_smaller_blocks_for_few_keys(dim: int) -> None:
-    def choose(keys: float, tiles: float) -> PrefillConfig:
-        return persistent_config(dim, PrefillWork(longest=100, keys=keys, tiles=tiles))
+    def choose(keys: float, tiles: float, ordered: bool = False) -> PrefillConfig:
+        return persistent_config(dim, PrefillWork(longest=100, keys=keys, tiles=tiles, ordered=ordered))
 
     short, long = choose(SHORT_KEYS, 1), choose(SHORT_KEYS + 1, 1)
     assert (short.block_n, short.across_tiles, long.block_n, long.across_tiles) == (64, True, 128, False)
     assert short.block_n * short.num_stages == long.block_n * long.num_stages
-    assert choose(SHORT_KEYS_OF_MANY, MANY_TILES) == short
-    assert choose(SHORT_KEYS_OF_MANY + 1, MANY_TILES) == long
+    most = SHORT_KEYS_OF_MANY_NARROW if dim == 64 else SHORT_KEYS_OF_MANY
+    assert choose(most, MANY_TILES) == short
+    assert choose(most + 1, MANY_TILES) == long
+    assert choose(SHORT_KEYS_ORDERED, 1, True) == short
+    assert choose(SHORT_KEYS_ORDERED + 1, MANY_TILES, True) == long
+    assert choose(SHORT_KEYS_OF_MANY_ORDERED, MANY_TILES_ORDERED, True) == short
+    assert choose(SHORT_KEYS_OF_MANY_ORDERED + 1, MANY_TILES_ORDERED, True) == long
 
 
 def test_persistent_config_has_smaller_blocks_for_more_keys_where_a_window_limits_them() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.ops.attention.paged_prefill import paged_prefill
 from engine.ops.attention.paged_prefill_config import PrefillConfig, PrefillWork, can_persist, persistent_config
 
 from .prefill import check
@@ -97,10 +98,13 @@ def config_for(dim: int, keys: int) -> PrefillConfig:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("page", "dtype"), [(8, torch.float16), (16, torch.bfloat16), (256, torch.bfloat16)])
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (2, 128), (4, 128), (7, 64), (128, 128)])
+@pytest.mark.parametrize("moved", [False, True])
 @KERNELS
-def test_kernel_is_correct_at_tile_edges(group: int, dim: int, page: int, dtype: torch.dtype, keys: int) -> None:
+def test_kernel_is_correct_at_tile_edges(
+    group: int, dim: int, page: int, dtype: torch.dtype, keys: int, moved: bool
+) -> None:
     config = config_for(dim, keys)
-    check(PERSISTENT_EDGES, heads=(2 * group, 2), dim=dim, config=config, dtype=dtype, block_size=page)
+    check(PERSISTENT_EDGES, heads=(2 * group, 2), dim=dim, config=config, dtype=dtype, block_size=page, moved=moved)
 
 
 @pytest.mark.gpu
@@ -172,6 +176,16 @@ def test_kernel_is_correct_in_many_turns_repeatedly(keys: int) -> None:
         )
 
 
+@pytest.mark.parametrize("keys", [1, 10_000])
+def test_kernels_refuse_tiles_instead_of_a_schedule_and_the_reverse(keys: int) -> None:
+    x = torch.zeros(1, 1, 2, 64)
+    tiles = torch.zeros((1, 4) if keys == 1 else (3, 1, 4), dtype=torch.int32)
+    settings: Any = {"scale": 1.0, "softcap": None, "window": None, "config": config_for(64, keys)}
+    wanted = "a schedule of prefill_schedule" if keys == 1 else "tiles of prefill_tiles"
+    with pytest.raises(ValueError, match=f"its config needs {wanted}"):
+        paged_prefill(x[0], x, x, tiles, tiles, x[0], **settings)
+
+
 CONSECUTIVE = pytest.mark.parametrize("consecutive", [False, True])
 
 
@@ -236,11 +250,10 @@ def test_kernel_is_correct_in_many_turns_in_order(heads: tuple[int, int], consec
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(("keys", "window"), [(1, None), (10_000, 100)])
-def test_order_is_ignored_with_windows_and_for_short_prompts(keys: int, window: int | None) -> None:
+def test_order_is_ignored_with_windows() -> None:
     lengths = ((0, 300), (200, 70))
-    config = config_for(128, keys)
-    check(lengths, heads=(8, 2), dim=128, config=config, dtype=torch.bfloat16, window=window, ordered=True)
+    config = config_for(128, 10_000)
+    check(lengths, heads=(8, 2), dim=128, config=config, dtype=torch.bfloat16, window=100, ordered=True)
 
 
 @pytest.mark.gpu

@@ -141,10 +141,12 @@ def test_nothing_is_widened_on_a_cpu_or_from_a_16_bit_cache() -> None:
 
 @pytest.mark.parametrize(("windows", "short"), [((None,), False), ((100,), True), ((100, None), False)])
 def test_launch_is_chosen_by_the_keys_in_the_window(windows: tuple[int | None, ...], short: bool) -> None:
-    sizes: Any = {"head_dim": 64, "kv_dtype": "float16", "max_len": 1024, "num_layers": len(windows)}
-    [part] = plan(((0, 900),), spec=attrs.evolve(SPEC, sliding_windows=windows, **sizes), config=None, _persistent=True)
+    sizes: Any = {"head_dim": 64, "kv_dtype": "float16", "max_len": 2048, "num_layers": len(windows)}
+    spec = attrs.evolve(SPEC, sliding_windows=windows, **sizes)
+    [part] = plan(((0, 1800),), spec=spec, config=None, _persistent=True)
     assert part.config.persistent
     assert part.config.across_tiles is short
+    assert (part.tiles.dim() == 3) is short
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12, 16])
@@ -169,19 +171,19 @@ def test_a_start_runs_the_kernels_of_prompts_of_all_lengths(kv_dtype: str, group
 def test_order_is_planned_for_long_prompts_without_a_window(
     kv_dtype: str, windows: tuple[int | None, ...], ordered: bool
 ) -> None:
-    sizes: Any = {"head_dim": 64, "kv_dtype": kv_dtype, "max_len": 1024, "num_layers": len(windows)}
+    sizes: Any = {"head_dim": 64, "kv_dtype": kv_dtype, "max_len": 2048, "num_layers": len(windows)}
     spec = attrs.evolve(SPEC, sliding_windows=windows, **sizes)
-    long = persistent_config(64, PrefillWork(longest=900, keys=10_000, tiles=1))
-    [part] = plan(((0, 900),), spec=spec, config=None if kv_dtype == "float16" else long, _persistent=True)
+    long = persistent_config(64, PrefillWork(longest=1800, keys=10_000, tiles=1))
+    [part] = plan(((0, 1800),), spec=spec, config=None if kv_dtype == "float16" else long, _persistent=True)
     assert (part.widened is None) is (kv_dtype == "float16")
     assert (part.order is not None) is ordered
 
 
 def test_order_is_not_planned_where_the_gpus_cache_holds_all_keys_and_values() -> None:
-    spec = attrs.evolve(SPEC, head_dim=64, kv_dtype="float16", max_len=1024)
-    size = 2 * 900 * 2 * 64 * 2
+    spec = attrs.evolve(SPEC, head_dim=64, kv_dtype="float16", max_len=2048)
+    size = 2 * 1800 * 2 * 64 * 2
     for held, cache in ((True, size), (False, size - 1)):
-        [part] = plan(((0, 900),), spec=spec, config=None, _persistent=True, _cache_bytes=cache)
+        [part] = plan(((0, 1800),), spec=spec, config=None, _persistent=True, _cache_bytes=cache)
         assert (part.order is None) is held
 
 
