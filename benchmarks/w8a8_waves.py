@@ -26,6 +26,7 @@ from engine.ops.activation.quantize_rows import quantize_rows
 from engine.ops.common.launch import num_sms
 from engine.ops.gemm.scaled_matmul import GATED_TILE, W8A8Tile, matmul
 from engine.ops.gemm.skinny_launch import Workspace
+from engine.plugins.quant.w8a8_tiles import ROW_CLASSES
 from engine.plugins.quant.w8a8_waves import SQUARE_TILE, tile_by_waves
 
 ROWS = (
@@ -134,12 +135,13 @@ def main() -> None:
     workspace, pool, sms = Workspace(DEVICE), torch.cuda.graph_pool_handle(), num_sms(DEVICE)
     found = {}
     for layer in arguments.layers:
-        outputs = int(layer.split("x")[0])
+        outputs, inputs = map(int, layer.split("x"))
         for kind in arguments.kinds:
             print(f"{kind} {layer}", flush=True)
             for rows, times in measure(Operands.make(kind, layer, workspace), arguments.rounds, pool).items():
                 found[f"{kind} {layer} {rows}"] = times
-                chosen = tile_by_waves(GATED_TILE, rows, outputs, sms)
+                row_class = next((size for size in ROW_CLASSES if size >= rows), ROW_CLASSES[-1])
+                chosen = tile_by_waves(GATED_TILE, rows, row_class, outputs, inputs, sms)
                 listed = "  ".join(
                     f"{name} {taken:.1f}{'*' if TILES.get(name) == chosen else ' '}" for name, taken in times.items()
                 )

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 ALL_RECORDED = 64
 """Up to this batch size of a decode step, every size may have kernels of its own."""
-ALL_COUNTS_RECORDED = 256
-"""As ALL_RECORDED, for the number of tokens of a step with prefill chunks."""
+ALL_COUNTS_RECORDED = 1024
+"""As ALL_RECORDED, for the number of tokens of a step with prefill chunks: GEMMs of up to about as many rows have tiles
+that fill waves of programs."""
 MIN_GRAPH_TOKENS = 1024
 """Steps of up to this many tokens have piecewise graphs on every device."""
 HOST_MARGIN = 2

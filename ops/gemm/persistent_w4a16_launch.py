@@ -11,11 +11,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engine.ops.common.launch import dependent_launch, has_wgmma, num_sms
 from engine.ops.gemm import persistent_w4a16, specialized_w4a16
+from engine.ops.gemm.persistent_tile import PersistentTile
 from engine.ops.gemm.persistent_w4a16 import RUN
 from engine.ops.gemm.skinny import PLAIN
 from engine.ops.gemm.skinny_launch import gated_epilogue
-from engine.ops.gemm.specialized_w4a16 import PART
-from engine.ops.gemm.weight_only_tiles import PersistentTile
+from engine.ops.gemm.tile_order import loaded_shape
+from engine.ops.gemm.w4a16_parts import PART
 
 if TYPE_CHECKING:
     from engine.ops.gemm.packed_layout import PackedMatrix
@@ -87,9 +88,13 @@ def launch(
     outputs = PART.value // 2 if gated else PART.value
     is_split = tile.splits > 1
     kernel = specialized_w4a16.matmul_kernel if tile.is_specialized else persistent_w4a16.matmul_kernel
+    stored = tile.rest or tile.columns
+    shape, strides = loaded_shape(x, tile.columns)
+    rest = TensorDescriptor(x, shape, strides, [tile.rest, span], _swizzled(2)) if tile.rest else None
     arguments = (
-        out if is_split else TensorDescriptor.from_tensor(out, [tile.columns, outputs], _swizzled(2)),
-        TensorDescriptor.from_tensor(x, [tile.columns, span], _swizzled(2)),
+        out if is_split else TensorDescriptor.from_tensor(out, [stored, outputs], _swizzled(2)),
+        TensorDescriptor(x, shape, strides, [tile.columns - tile.rest, span], _swizzled(2)),
+        *((rest,) if tile.is_specialized else ()),
         _describe_words(matrix.packed, gated=gated),
         matrix.scales.view(torch.int32),
         x if bias is None else bias,

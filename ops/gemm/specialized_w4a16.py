@@ -2,7 +2,8 @@
 
 As in persistent_w4a16.py, the kernel computes tiles of W x^T from weights that are unpacked in registers. Here one warp
 loads by TMA, and eight unpack and multiply. They hold the sums of one or two parts of PART rows of W, and unpack the
-weights of one product while another is computed; unpacking takes fewer instructions (w4a16_fields.py).
+weights of one product while another is computed; unpacking takes fewer instructions (w4a16_fields.py). Tiles of 160 and
+192 rows of x have the sums of the first 128 and of the rest apart, as tensors have a power of two of columns.
 
 There is at most one program per multiprocessor. Programs share tiles by Stream-K (stream_k.py), or a fixed number of
 programs divide the inputs of each tile (split_k_exchange.py): then each adds up the sums of a share of the tile.
@@ -16,21 +17,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from engine.ops.activation.act_and_mul import activate
 from engine.ops.common import gluon_copies
+from engine.ops.common.gluon_tiles import part_of_columns
 from engine.ops.common.launch import release, wait
-from engine.ops.gemm.persistent_w4a16 import FIELDS, RUN, SPAN, load_entries, place_of_unit, row_of_lane, units_of
+from engine.ops.gemm.persistent_w4a16 import FIELDS, RUN, SPAN, place_of_unit, row_of_lane, units_of
 from engine.ops.gemm.skinny import GATED
 from engine.ops.gemm.split_k_exchange import receive_sums, send_sums
 from engine.ops.gemm.stream_k import add_partials, begin_of, first_unit, shared_units_of, unit_after, write_partial
 from engine.ops.gemm.w4a16_fields import EXPONENT, lowered, weights_of
-
-PART = gl.constexpr(128)
-"""Rows of W that all warps multiply at a time."""
+from engine.ops.gemm.w4a16_parts import (
+    PART,
+    entries_of_parts,
+    multiplied,
+    rows_of_parts,
+    settled,
+    words_of_parts,
+    zeros_of_parts,
+)
 
 
 @gluon.jit
@@ -55,16 +61,18 @@ def _load(
     buffers,
     sizes,
     shared_units,
+    REST: gl.constexpr,
     PARTS: gl.constexpr,
     STEPS: gl.constexpr,
     EPILOGUE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The warp that loads: words up to a slot less than there are ahead of x, and x as far ahead as stages are free."""
-    x, packed = sources
-    x_stages, word_stages, x_filled, x_free, words_filled, words_free = buffers
+    x, rest, packed = sources
+    x_stages, rest_stages, word_stages, x_filled, x_free, words_filled, words_free = buffers
     _, weight_rows, blocks = sizes
-    BLOCK_M: gl.constexpr = x.block_shape[0]
+    BLOCK_M: gl.constexpr = x.block_shape[0] + REST
+    REST_BYTES: gl.constexpr = rest.block_type.nbytes if REST else 0
     BLOCK_N: gl.constexpr = PARTS * PART
     WIDTH: gl.constexpr = FIELDS // STEPS
     STAGES: gl.constexpr = x_filled.shape[0]
@@ -87,10 +95,14 @@ def _load(
         for step in gl.static_range(STEPS):
             barrier = x_filled.index(stage)
             mbarrier.wait(x_free.index(stage), phase)
-            mbarrier.expect(barrier, WIDTH * x.block_type.nbytes)
+            mbarrier.expect(barrier, WIDTH * (x.block_type.nbytes + REST_BYTES))
             for number in gl.static_range(WIDTH):
                 start = (block * FIELDS + step * WIDTH + number) * SPAN
                 gluon_copies.tma_load(x, [begin_m, start], barrier, x_stages.index(stage * WIDTH + number))
+                if REST:
+                    begin_rest = begin_m + x.block_shape[0]
+                    target = rest_stages.index(stage * WIDTH + number)
+                    gluon_copies.tma_load(rest, [begin_rest, start], barrier, target)
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -105,72 +117,6 @@ def _load(
             slot = 0
             slot_phase ^= 1
         unit = unit_after(unit, shared_units, blocks)
-
-
-# Tuples with a value per part. Triton knows no *several.
-
-
-@gluon.jit
-def _rows_of_parts(begin_n, lane, weight_rows, PARTS: gl.constexpr, EPILOGUE: gl.constexpr):
-    """The rows of W."""
-    rows = (row_of_lane(begin_n, lane, weight_rows, EPILOGUE),)
-    for part in gl.static_range(1, PARTS):
-        more = row_of_lane(begin_n + part * PART, lane, weight_rows, EPILOGUE)
-        rows = rows + (more,)  # type: ignore[assignment]  # noqa: RUF005
-    return rows
-
-
-@gluon.jit
-def _entries_of_parts(scales, block, rows, weight_rows, ENTRIES: gl.constexpr):
-    """The entries of a block's scales."""
-    entries = (load_entries(scales, block, rows[0], weight_rows, ENTRIES),)
-    for part in gl.static_range(1, len(rows)):
-        more = load_entries(scales, block, rows[part], weight_rows, ENTRIES)
-        entries = entries + (more,)  # type: ignore[assignment]  # noqa: RUF005
-    return entries
-
-
-@gluon.jit
-def _words_of_parts(word_stages, slot, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The words in a slot."""
-    words = (word_stages.index(slot * PARTS).load(LAYOUT),)
-    for part in gl.static_range(1, PARTS):
-        more = word_stages.index(slot * PARTS + part).load(LAYOUT)
-        words = words + (more,)  # type: ignore[assignment]  # noqa: RUF005
-    return words
-
-
-@gluon.jit
-def _zeros(PARTS: gl.constexpr, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr):
-    """Sums before the first product."""
-    totals = (gl.zeros((PART, BLOCK_M), gl.float32, LAYOUT),)
-    for _ in gl.static_range(1, PARTS):
-        more = gl.zeros((PART, BLOCK_M), gl.float32, LAYOUT)
-        totals = totals + (more,)  # type: ignore[assignment]  # noqa: RUF005
-    return totals
-
-
-@gluon.jit
-def _multiplied(weight, right, totals, NUMBER: gl.constexpr):
-    """The sums, to those of part NUMBER a product added. Does not wait for the product."""
-    total = warpgroup_mma(weight, right, totals[NUMBER], is_async=True)
-    if len(totals) == 1:
-        found = (total,)
-    elif NUMBER == 0:
-        found = (total, totals[1])  # type: ignore[assignment]
-    else:
-        found = (totals[0], total)  # type: ignore[assignment]
-    return found
-
-
-@gluon.jit
-def _settled(totals, PENDING: gl.constexpr):
-    """The sums, when all products but the last PENDING are complete."""
-    if len(totals) == 1:
-        found = (warpgroup_mma_wait(PENDING, deps=[totals[0]]),)
-    else:
-        found = warpgroup_mma_wait(PENDING, deps=[totals[0], totals[1]])
-    return found
 
 
 @gluon.jit
@@ -213,6 +159,7 @@ def _multiply(
     result,
     sizes,
     shared_units,
+    REST: gl.constexpr,
     PARTS: gl.constexpr,
     STEPS: gl.constexpr,
     PENDING: gl.constexpr,
@@ -227,18 +174,22 @@ def _multiply(
 ):
     """The warps that unpack, multiply and store."""
     scales, bias, partials, arrivals = tensors
-    x_stages, word_stages, x_filled, x_free, words_filled, words_free = buffers
+    x_stages, rest_stages, word_stages, x_filled, x_free, words_filled, words_free = buffers
     rows, weight_rows, blocks = sizes
     outputs = weight_rows // 2 if EPILOGUE >= GATED else weight_rows
+    OUT_M: gl.constexpr = result.shape[1]
     DTYPE: gl.constexpr = x_stages.dtype
-    BLOCK_M: gl.constexpr = x_stages.shape[1]
+    PART_M: gl.constexpr = x_stages.shape[1]
+    BLOCK_M: gl.constexpr = PART_M + REST
     BLOCK_N: gl.constexpr = PARTS * PART
     WIDTH: gl.constexpr = FIELDS // STEPS
     STAGES: gl.constexpr = x_filled.shape[0]
     SLOTS: gl.constexpr = words_filled.shape[0]
     ENTRIES: gl.constexpr = GROUPS if ZERO_POINTS else GROUPS // 2
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, PART_M, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    MMA_REST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, REST if REST else 8, 16])
+    LEFT_REST: gl.constexpr = gl.DotOperandLayout(0, MMA_REST, 2)
     units = units_of(sizes, BLOCK_M, BLOCK_N)
     range_end = begin_of(gl.program_id(0) + 1, shared_units)
     unit = first_unit(shared_units, blocks)
@@ -253,14 +204,16 @@ def _multiply(
         end = blocks
         if unit < range_end:
             end -= gl.maximum(tile_end - range_end, 0)
-        row = _rows_of_parts(begin_n, lane, weight_rows, PARTS, EPILOGUE)
-        entries = _entries_of_parts(scales, first, row, weight_rows, ENTRIES)
-        totals = _zeros(PARTS, BLOCK_M, MMA)
+        row = rows_of_parts(begin_n, lane, weight_rows, PARTS, EPILOGUE)
+        entries = entries_of_parts(scales, first, row, weight_rows, ENTRIES)
+        totals = zeros_of_parts(PARTS, PART_M, MMA)
+        if REST:
+            totals = (totals[0], gl.zeros((PART, REST), gl.float32, MMA_REST))
         for block in range(first, end):
             current = entries
-            entries = _entries_of_parts(scales, gl.minimum(block + 1, blocks - 1), row, weight_rows, ENTRIES)
+            entries = entries_of_parts(scales, gl.minimum(block + 1, blocks - 1), row, weight_rows, ENTRIES)
             mbarrier.wait(words_filled.index(slot), slot_phase)
-            words = _words_of_parts(word_stages, slot, PARTS, LEFT)
+            words = words_of_parts(word_stages, slot, PARTS, LEFT)
             for field in gl.static_range(FIELDS):
                 if field % WIDTH == 0:
                     mbarrier.wait(x_filled.index(stage), phase)
@@ -269,9 +222,12 @@ def _multiply(
                     weight = weights_of(
                         words[part], current[part], field, GROUPS, SCALE_DTYPE, DTYPE, POWER, ZERO_POINTS
                     )
-                    totals = _multiplied(weight, right, totals, part)
+                    totals = multiplied(weight, right, totals, part)
+                    if REST:
+                        right = rest_stages.index(stage * WIDTH + field % WIDTH).permute((1, 0))
+                        totals = multiplied(gl.convert_layout(weight, LEFT_REST), right, totals, 1)
                     if (field * PARTS + part) % PENDING == PENDING - 1:
-                        totals = _settled(totals, PENDING)
+                        totals = settled(totals, PENDING, 2 if REST else 1)
                     if field == 1 and part == PARTS - 1:  # all words have been read
                         mbarrier.arrive(words_free.index(slot), count=1)
                     if field % WIDTH * PARTS + part == PENDING - 1:  # the products of the previous stage are complete
@@ -286,7 +242,7 @@ def _multiply(
             if slot == SLOTS:
                 slot = 0
                 slot_phase ^= 1
-        totals = _settled(totals, 0)
+        totals = settled(totals, 0)
         mbarrier.arrive(x_free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
         wait(PDL)  # before the first write
         if SPLITS > 1:
@@ -304,7 +260,20 @@ def _multiply(
             if end < blocks:
                 totals = add_partials(totals, partials, arrivals, tile_end, shared_units)
             tma.store_wait(0)  # the previous tile has left `result`
-            for part in gl.static_range(PARTS):
+            if REST:
+                row_bias = gl.load(bias + row[0]) if BIAS else row[0]
+                value = _finished(totals[0], row_bias, EPILOGUE, BIAS, DTYPE, ZERO_POINTS)
+                rest_value = _finished(totals[1], row_bias, EPILOGUE, BIAS, DTYPE, ZERO_POINTS)
+                begin_output = begin_n // 2 if EPILOGUE >= GATED else begin_n
+                for piece in gl.static_range(PART_M // OUT_M):
+                    result.index(piece).permute((1, 0)).store(part_of_columns(value, piece, PART_M // OUT_M))
+                for piece in gl.static_range(REST // OUT_M):
+                    target = result.index(PART_M // OUT_M + piece)
+                    target.permute((1, 0)).store(part_of_columns(rest_value, piece, REST // OUT_M))
+                fence_async_shared()
+                for piece in gl.static_range(BLOCK_M // OUT_M):
+                    gluon_copies.tma_store(out, [begin_m + piece * OUT_M, begin_output], result.index(piece))
+            for part in gl.static_range(0 if REST else PARTS):
                 row_bias = gl.load(bias + row[part]) if BIAS else row[part]
                 value = _finished(totals[part], row_bias, EPILOGUE, BIAS, DTYPE, ZERO_POINTS)
                 result.index(part).permute((1, 0)).store(value)
@@ -321,6 +290,7 @@ def _multiply(
 def matmul_kernel(
     out,
     x,
+    rest,
     packed,
     scales,
     bias,
@@ -345,25 +315,35 @@ def matmul_kernel(
 ):
     """x W^T + bias with the EPILOGUE: [rows, outputs]. Grid: programs, at most one per multiprocessor.
 
-    x: a descriptor of [rows, inputs]. packed: of a part of a GroupedLayout's words, gated of [blocks, outputs / RUN, 2,
-    RUN, SPAN], else of [blocks * outputs, SPAN]. scales: [blocks, entries, weight_rows] int32, see GroupedLayout;
-    GROUPS: groups per block. PARTS: parts of PART rows of W per tile. STEPS: stages of x per block. STAGES: stages of x
-    in shared memory. SLOTS: blocks of words there. PENDING: products in flight while others' weights are unpacked; they
-    divide those of a stage. POWER: see GroupedLayout.power.
+    x: a descriptor of [rows, inputs]. rest: the same for the rows of a tile beyond x's, of which a part of W then has
+    sums of their own, and `out` has blocks of as many rows; None: a tile has x's rows only. packed: of a part of a
+    GroupedLayout's words, gated of [blocks, outputs / RUN, 2, RUN, SPAN], else of [blocks * outputs, SPAN]. scales:
+    [blocks, entries, weight_rows] int32, see GroupedLayout; GROUPS: groups per block. PARTS: parts of PART rows of W
+    per tile. STEPS: stages of x per block. STAGES: stages of x in shared memory. SLOTS: blocks of words there. PENDING:
+    products in flight while others' weights are unpacked; they divide those of a stage. POWER: see GroupedLayout.power.
     SPLITS up to 1: tiles are shared by Stream-K, by any number of programs. out: a descriptor of [rows, outputs], with
     blocks of a part. partials, arrivals: see stream_k.py. With more SPLITS, that many programs divide the inputs of
     each tile; out: a pointer; partials: see split_k_exchange.py.
     """
-    BLOCK_M: gl.constexpr = x.block_shape[0]
+    PART_M: gl.constexpr = x.block_shape[0]
+    REST: gl.constexpr = 0 if rest is None else rest.block_shape[0]
+    BLOCK_M: gl.constexpr = PART_M + REST
     WIDTH: gl.constexpr = FIELDS // STEPS
     WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     release(PDL)
-    x_stages = gl.allocate_shared_memory(x.dtype, [STAGES * WIDTH, BLOCK_M, SPAN], x.layout)
+    x_stages = gl.allocate_shared_memory(x.dtype, [STAGES * WIDTH, PART_M, SPAN], x.layout)
+    if REST:
+        rest_of_x = rest
+        rest_stages = gl.allocate_shared_memory(x.dtype, [STAGES * WIDTH, REST, SPAN], rest.layout)
+    else:  # not used
+        rest_of_x = x
+        rest_stages = x_stages
     word_stages = gl.allocate_shared_memory(gl.int16, [SLOTS * PARTS, PART, SPAN], WORDS)
     if SPLITS > 1:
         result = x_stages  # not used
     else:
-        result = gl.allocate_shared_memory(out.dtype, [PARTS, out.block_shape[0], out.block_shape[1]], out.layout)
+        COUNT: gl.constexpr = BLOCK_M // out.block_shape[0] if REST else PARTS
+        result = gl.allocate_shared_memory(out.dtype, [COUNT, out.block_shape[0], out.block_shape[1]], out.layout)
     x_filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     x_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     words_filled = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -374,7 +354,7 @@ def matmul_kernel(
     for slot in gl.static_range(SLOTS):
         mbarrier.init(words_filled.index(slot), count=1)
         mbarrier.init(words_free.index(slot), count=1)
-    buffers = (x_stages, word_stages, x_filled, x_free, words_filled, words_free)
+    buffers = (x_stages, rest_stages, word_stages, x_filled, x_free, words_filled, words_free)
     sizes = (rows, weight_rows, blocks)
     shared_units = shared_units_of(units_of(sizes, BLOCK_M, PARTS * PART) // blocks, blocks)
     tensors = (scales, bias, partials, arrivals)
@@ -383,11 +363,11 @@ def matmul_kernel(
             (
                 _multiply,
                 (
-                    out, tensors, buffers, result, sizes, shared_units, PARTS, STEPS, PENDING, SPLITS, GROUPS,
+                    out, tensors, buffers, result, sizes, shared_units, REST, PARTS, STEPS, PENDING, SPLITS, GROUPS,
                     SCALE_DTYPE, POWER, ZERO_POINTS, EPILOGUE, BIAS, PDL,
                 ),
             ),
-            (_load, ((x, packed), buffers, sizes, shared_units, PARTS, STEPS, EPILOGUE, PDL)),
+            (_load, ((x, rest_of_x, packed), buffers, sizes, shared_units, REST, PARTS, STEPS, EPILOGUE, PDL)),
         ],
         [1],
         [40],  # registers per thread; the others get the rest

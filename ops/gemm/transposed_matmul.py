@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from engine.ops.activation.act_and_mul import activate
 from engine.ops.common import gluon_copies
 from engine.ops.common.fast_math import round_both
-from engine.ops.common.gluon_tiles import halves
+from engine.ops.common.gluon_tiles import part_of_columns
 from engine.ops.common.launch import release, wait
 from engine.ops.gemm.stream_k import add_partials, begin_of, first_unit, unit_after, write_partial
 
@@ -94,22 +94,6 @@ def _load(
 
 
 @gluon.jit
-def _columns(sums, NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    """Part NUMBER of COUNT (1, 2 or 4) equal parts of the columns."""
-    if COUNT == 1:
-        found = sums
-    else:
-        left, right = halves(sums)
-        half = left if NUMBER < COUNT // 2 else right
-        if COUNT == 2:
-            found = half
-        else:
-            left, right = halves(half)
-            found = left if NUMBER % 2 == 0 else right
-    return found
-
-
-@gluon.jit
 def _finished(
     total, scale, bias, x_scale, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, DTYPE: gl.constexpr
 ):  # fmt: skip
@@ -137,7 +121,7 @@ def _store(out, pieces, values, begin_m, begin_n, FIRST: gl.constexpr):
     for number in gl.static_range(COUNT):
         piece = pieces.index((FIRST + number) % 2)
         tma.store_wait(1)  # the piece before the last has left its buffer
-        piece.permute((1, 0)).store(_columns(values, number, COUNT))
+        piece.permute((1, 0)).store(part_of_columns(values, number, COUNT))
         fence_async_shared()
         gluon_copies.tma_store(out, [begin_m + number * out.block_shape[0], begin_n], piece)
 

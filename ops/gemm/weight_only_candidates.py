@@ -7,12 +7,12 @@ from typing import Literal
 
 from attrs import evolve
 
+from engine.ops.gemm.persistent_tile import PersistentTile, tile_for_rows
 from engine.ops.gemm.weight_only_tiles import (
     MAX_SPLITS,
     PERSISTENT_ROWS,
     SMALL_WEIGHTS,
     MeasuredTile,
-    PersistentTile,
     WeightOnlyShape,
     WeightOnlyTile,
     fits_workspace,
@@ -73,15 +73,15 @@ def candidates(shape: WeightOnlyShape, rows: int, sms: int, shared: int, *, wgmm
     """
     if not wgmma or not PersistentTile.supports(shape) or rows < min(PERSISTENT_SIZES):
         return [*_tensor_core_candidates(shape, rows, sms, shared)]
-    found: list[MeasuredTile] = [*_persistent_candidates(shape, rows, sms)]
+    found: list[MeasuredTile] = [*dict.fromkeys(_persistent_candidates(shape, rows, sms))]
     if rows in PERSISTENT_CLASSES:
-        return [found[0], None] if rows <= PERSISTENT_ROWS[1] else [None, found[0]]
+        return [*found, None] if rows <= PERSISTENT_ROWS[1] else [None, *found]
     others = _tensor_core_candidates(shape, rows, sms, shared)
     return [*found, *others] if rows >= PERSISTENT_ROWS[0] else [others[0], *found, *others[1:]]
 
 
 def _persistent_candidates(shape: WeightOnlyShape, rows: int, sms: int) -> Iterator[PersistentTile]:
-    """Tiles of the persistent kernel: without splits, and with the most that are possible."""
+    """Tiles of the persistent kernel: without splits, with the most that are possible, and the predicted fastest."""
     for tile_rows, columns in PERSISTENT_SIZES.get(rows, PERSISTENT_SIZES[max(PERSISTENT_SIZES)]):
         tile = PersistentTile(rows=tile_rows, columns=columns)
         yield tile
@@ -91,6 +91,10 @@ def _persistent_candidates(shape: WeightOnlyShape, rows: int, sms: int) -> Itera
             if rows <= MAX_SPLIT_ROWS and one.can_split(shape.weight_rows, shape.blocks, rows, sms)
         ]
         yield from split[-1:]
+    default = PersistentTile(columns=256)
+    predicted = tile_for_rows(default, shape.weight_rows, shape.blocks, rows, sms)
+    if predicted != default:
+        yield predicted
 
 
 def _tensor_core_candidates(shape: WeightOnlyShape, rows: int, sms: int, shared: int) -> list[WeightOnlyTile | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from engine.ops.activation.act_and_mul import act_and_mul
 from engine.ops.common.launch import dependent_launch, has_wgmma, num_sms, shared_memory
+from engine.ops.common.row_memory import empty_with_room
 from engine.ops.gemm import (
     persistent_w4a16_launch,
     skinny,
@@ -22,12 +24,13 @@ from engine.ops.gemm import (
 )
 from engine.ops.gemm.few_rows_tile import FewRowsTile
 from engine.ops.gemm.packed_layout import PackedMatrix, W8Layout
+from engine.ops.gemm.persistent_tile import PersistentTile, tile_for_rows
 from engine.ops.gemm.persistent_w4a16_launch import StreamKWorkspace
 from engine.ops.gemm.skinny_launch import Workspace, gated_epilogue
+from engine.ops.gemm.weight_only_candidates import candidates
 from engine.ops.gemm.weight_only_tiles import (
     ROW_CLASSES,
     GemmTile,
-    PersistentTile,
     Tile,
     WeightOnlyShape,
     WeightOnlyTile,
@@ -68,12 +71,21 @@ class WeightOnlyMatmul:
         self._tiles.clear()
 
     def tile(self, shape: WeightOnlyShape, rows: int) -> Tile:
-        """The tile chosen for this many rows, else the default. None: dequantize and multiply by cuBLAS."""
+        """The tile chosen for this many rows, else the default, or another that is predicted to be faster. None:
+        dequantize and multiply by cuBLAS."""
         row_class = next((size for size in ROW_CLASSES if size >= rows), ROW_CLASSES[-1])
+        limits, wgmma = (num_sms(self.device), shared_memory(self.device)), has_wgmma(self.device)
+        measured: Sequence[Tile] = ()
         if (shape, row_class) in self._chosen:
-            return self._chosen[shape, row_class]
-        sms, shared = num_sms(self.device), shared_memory(self.device)
-        return default_tile(shape, rows, sms, shared, wgmma=has_wgmma(self.device))
+            tile = self._chosen[shape, row_class]
+            if isinstance(tile, PersistentTile):
+                measured = candidates(shape, row_class, *limits, wgmma=wgmma)
+        else:
+            tile = default_tile(shape, rows, *limits, wgmma=wgmma)
+        if isinstance(tile, PersistentTile):
+            sizes = (shape.weight_rows, shape.blocks, rows, limits[0])
+            tile = tile_for_rows(tile, *sizes, row_class=row_class, measured=measured)
+        return tile
 
     def __call__(
         self,
@@ -131,7 +143,7 @@ class WeightOnlyMatmul:
         """As `__call__`, by a given tile."""
         x = x if x.is_contiguous() else x.contiguous()
         rows = x.shape[0]
-        out = x.new_empty((rows, _outputs(matrix, gated)))
+        out = empty_with_room(x, (rows, _outputs(matrix, gated)))
         if not rows:
             return out
         if isinstance(tile, PersistentTile):

@@ -5,14 +5,13 @@ The kernels compute W x^T: rows of a tile are rows of W, columns of a tile are r
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 import torch
 from attrs import evolve, frozen
 
 from engine.ops.gemm.few_rows_tile import FewRowsTile, few_rows_tile, suits_few_rows
-from engine.ops.gemm.packed_layout import SPANS, WeightLayout
-from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, MAX_POLLED_SUMS, MAX_SPLIT_TILES, Workspace
+from engine.ops.gemm.packed_layout import WeightLayout
+from engine.ops.gemm.persistent_tile import PersistentTile
+from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, MAX_SPLIT_TILES, Workspace
 
 WEIGHT_ONLY_MAX_ROWS = 256
 """Up to this many rows of x, a WeightOnlyTile is faster than dequantizing the whole matrix to memory and multiplying
@@ -132,86 +131,6 @@ class WeightOnlyVectorTile:
     def grid(self, weight_rows: int, rows: int) -> tuple[int, int]:
         """Launch grid for these numbers of rows of W and of x."""
         return -(-weight_rows // self.rows), rows
-
-
-MIN_WHOLE = 0.8
-"""With tiles for this part of all multiprocessors, a specialized tile is not shared: adding sums takes longer."""
-
-
-@frozen(kw_only=True)
-class PersistentTile:
-    """A tile of the persistent kernels, `matmul_kernel` of specialized_w4a16.py and of persistent_w4a16.py, for GPUs
-    with wgmma."""
-
-    rows: Literal[128, 256] = 128
-    """Rows of W."""
-    columns: Literal[32, 64, 128, 256]
-    """Rows of x. 256 with 128 rows of W only."""
-    splits: int = 1
-    """Programs that divide the inputs of one tile: a power of two. 1: programs share tiles by Stream-K."""
-    warps: ClassVar[int] = 8
-    max_sums: ClassVar[int] = 128 * 256
-    """Results of the largest tile."""
-
-    def __str__(self) -> str:
-        splits = f", {self.splits} splits" if self.splits > 1 else ""
-        return f"{self.rows}x{self.columns}, persistent{splits}"
-
-    @property
-    def steps(self) -> int:
-        """Stages of x per block of the layout."""
-        return 4 if self.rows * self.columns == self.max_sums else 2
-
-    @property
-    def stages(self) -> int:
-        """Stages of x in shared memory, of up to 32 KB each."""
-        return {(128, 32): 8, (128, 64): 6, (256, 32): 6, (256, 128): 5}.get((self.rows, self.columns), 4)
-
-    @property
-    def is_specialized(self) -> bool:
-        """Whether the kernel with specialized warps computes it."""
-        return self.columns < 256
-
-    @property
-    def slots(self) -> int:
-        """Blocks of words in shared memory, of 16 or 32 KB each, with specialized warps."""
-        sizes = {(128, 32): 6, (128, 64): 5, (128, 128): 4, (256, 32): 4, (256, 64): 3, (256, 128): 2}
-        return sizes[self.rows, self.columns]
-
-    @property
-    def pending(self) -> int:
-        """Products in flight while other weights are unpacked: as many as there are registers for their weights."""
-        return 2 if self.columns <= 64 else 1
-
-    def tiles(self, weight_rows: int, rows: int) -> int:
-        """Tiles of the result."""
-        return -(-weight_rows // self.rows) * -(-rows // self.columns)
-
-    def programs(self, weight_rows: int, blocks: int, rows: int, most: int) -> int:
-        """Number of programs. Without splits, at most `most`: one per tile, or the fewest that take no longer."""
-        tiles = self.tiles(weight_rows, rows)
-        is_whole = self.is_specialized and MIN_WHOLE * most <= tiles < most
-        if self.splits > 1 or is_whole:
-            return tiles * self.splits
-        if tiles >= most:
-            return most
-        units_per_program = -(-tiles * blocks // most)
-        return -(-tiles * blocks // units_per_program)
-
-    def can_split(self, weight_rows: int, blocks: int, rows: int, most: int) -> bool:
-        """Whether all programs run concurrently, each has inputs and a share of results, and their sums fit. Not for
-        the largest tiles, where this is slower."""
-        programs = self.tiles(weight_rows, rows) * self.splits
-        share = self.rows // self.splits
-        has_share = share >= 16 and share * self.columns >= 128 * self.warps
-        fits = self.rows * self.columns < self.max_sums and programs * self.rows * self.columns <= MAX_POLLED_SUMS
-        return programs <= most and self.splits <= blocks and has_share and fits
-
-    @classmethod
-    def supports(cls, shape: WeightOnlyShape) -> bool:
-        """Whether the kernel has the layout, and rows of x and of the result start at multiples of 16 bytes."""
-        has_layout = shape.layout.scale_layout == "groups" and shape.layout.bits == 4 and shape.layout.span == SPANS[0]
-        return has_layout and shape.inputs % 8 == 0 and shape.outputs % 8 == 0
 
 
 MeasuredTile = WeightOnlyTile | PersistentTile | None

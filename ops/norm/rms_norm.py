@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.common.launch import dependent_launch_of_rows, release, wait
+from engine.ops.common.row_memory import empty_with_room
 
 MAX_SINGLE_ROWS = 512
 """Up to this many rows, each program computes one row, so that all of a GPU has work."""
@@ -94,7 +95,7 @@ def add_rms_norm(
     """
     if not x.is_contiguous():
         x = x.contiguous()
-    out = torch.empty_like(x)
+    out = empty_with_room(x, tuple(x.shape))
     size = weight.shape[0]
     rows = x.numel() // size
     total = x if residual is None else residual if residual.is_contiguous() else residual.contiguous()

@@ -97,6 +97,8 @@ class W8A8Matmul:
         """Row classes that are measured."""
         self._workspace = workspace
         self._chosen: dict[int, Tile] = {}
+        self._by_waves: dict[int, Tile] = {}
+        """The tiles of numbers of rows, as `_tile_by_waves` found them."""
 
     def __call__(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         """Quantize x and multiply: [rows, inputs], contiguous -> [rows, outputs], in x's dtype.
@@ -112,10 +114,21 @@ class W8A8Matmul:
         if self._one_wave is not None and rows in ONE_WAVE_ROWS:
             return self._one_wave
         row_class = next((size for size in self.row_classes if size >= rows), self.row_classes[-1])
-        tile = self._chosen[row_class] if row_class in self._chosen else self.default_tile(rows)
-        if isinstance(tile, W8A8Tile) and row_class == ROW_CLASSES[-1]:
-            tile = tile_by_waves(tile, rows, self.outputs, num_sms(self.device))
-        return tile
+        if row_class not in self._chosen:
+            return self.default_tile(rows)
+        if not self.persistent or row_class <= MAX_ROWS_ALL_PERSISTENT:
+            return self._chosen[row_class]
+        if rows not in self._by_waves:
+            self._by_waves[rows] = self._tile_by_waves(rows, row_class)
+        return self._by_waves[rows]
+
+    def _tile_by_waves(self, rows: int, row_class: int) -> Tile:
+        """As `tile`, for a row class with a choice whose other tiles may fill waves better."""
+        chosen = self._chosen[row_class]
+        if isinstance(chosen, TransposedTile):
+            return chosen
+        measured = self.candidates(row_class)
+        return tile_by_waves(chosen, rows, row_class, self.outputs, self.inputs, num_sms(self.device), measured)
 
     def default_tile(self, rows: int) -> W8A8Tile | None:
         """The tile used unless another was chosen. None: torch's kernel."""
@@ -165,6 +178,7 @@ class W8A8Matmul:
     def choose(self, rows: int, tile: Tile) -> None:
         """Use a tile for one of `row_classes` from now on. None: torch's kernel."""
         self._chosen[rows] = tile
+        self._by_waves.clear()
 
     def multiply(
         self,

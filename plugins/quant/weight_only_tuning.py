@@ -8,10 +8,11 @@ import torch
 
 from engine.core.autotune import AutotunedOp, Operands, version_of
 from engine.ops.activation import act_and_mul
-from engine.ops.common import fast_math, gluon_copies, launch, polling
+from engine.ops.common import fast_math, gluon_copies, gluon_tiles, launch, polling
 from engine.ops.common.launch import has_wgmma, num_sms, shared_memory
 from engine.ops.gemm import (
     packed_layout,
+    persistent_tile,
     persistent_w4a16,
     persistent_w4a16_launch,
     skinny,
@@ -23,6 +24,7 @@ from engine.ops.gemm import (
     tile_order,
     unpack_weights,
     w4a16_fields,
+    w4a16_parts,
     weight_only,
     weight_only_candidates,
     weight_only_launch,
@@ -30,6 +32,7 @@ from engine.ops.gemm import (
     weight_tile,
 )
 from engine.ops.gemm.packed_layout import PackedMatrix
+from engine.ops.gemm.persistent_tile import PersistentTile
 from engine.ops.gemm.weight_only_candidates import (
     MEASURED_CLASSES,
     PERSISTENT_CLASSES,
@@ -41,7 +44,6 @@ from engine.ops.gemm.weight_only_candidates import (
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.ops.gemm.weight_only_tiles import (
     MeasuredTile,
-    PersistentTile,
     WeightOnlyShape,
     WeightOnlyTile,
 )
@@ -71,8 +73,10 @@ class WeightOnlyOp(AutotunedOp[MeasuredTile]):
             act_and_mul,
             fast_math,
             gluon_copies,
+            gluon_tiles,
             launch,
             packed_layout,
+            persistent_tile,
             persistent_w4a16,
             persistent_w4a16_launch,
             polling,
@@ -85,6 +89,7 @@ class WeightOnlyOp(AutotunedOp[MeasuredTile]):
             tile_order,
             unpack_weights,
             w4a16_fields,
+            w4a16_parts,
             weight_only,
             weight_only_candidates,
             weight_only_launch,

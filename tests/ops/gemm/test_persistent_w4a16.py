@@ -15,6 +15,7 @@ from attrs import evolve
 
 from engine.ops.common.polling import EMPTY
 from engine.ops.gemm.packed_layout import GroupedLayout, PackedMatrix, W8Layout
+from engine.ops.gemm.persistent_tile import SIZES, TIMES, PersistentTile, tile_for_rows
 from engine.ops.gemm.weight_only_candidates import (
     MEASURED_CLASSES,
     PERSISTENT_CLASSES,
@@ -22,7 +23,6 @@ from engine.ops.gemm.weight_only_candidates import (
 )
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.ops.gemm.weight_only_tiles import (
-    PersistentTile,
     WeightOnlyShape,
     default_tile,
 )
@@ -32,7 +32,17 @@ from .test_weight_only import HOPPER, LLAMA, Operands, check, gated, linear
 SMS = 132
 STREAM_K = [
     PersistentTile(rows=rows, columns=columns)
-    for rows, columns in ((128, 32), (256, 32), (128, 64), (256, 64), (128, 128), (256, 128), (128, 256))
+    for rows, columns in (
+        (128, 32),
+        (256, 32),
+        (128, 64),
+        (256, 64),
+        (128, 128),
+        (256, 128),
+        (128, 160),
+        (128, 192),
+        (128, 256),
+    )
 ]
 SPLIT = [
     PersistentTile(rows=rows, columns=columns, splits=splits)
@@ -48,7 +58,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from engine.ops.gemm import persistent_w4a16, specialized_w4a16
 from engine.ops.gemm.persistent_w4a16_launch import _constants_of
 from engine.ops.gemm.skinny import GATED, PLAIN
-from engine.ops.gemm.weight_only_tiles import PersistentTile
+from engine.ops.gemm.persistent_tile import SIZES, TIMES, PersistentTile, tile_for_rows
 
 def block(kind, *shape):
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(shape))
@@ -63,21 +73,28 @@ def compiled(rows, columns, splits, gated, zeros):
     kernel = (specialized_w4a16 if tile.is_specialized else persistent_w4a16).matmul_kernel
     words = block("i16", 1, 8, 2, 8, 64) if gated else block("i16", 128, 64)
     types = {
-        "out": "*bf16" if splits > 1 else block("bf16", columns, 64 if gated else 128),
-        "x": block("bf16", columns, 64), "packed": words, "scales": "*i32", "bias": "*bf16",
+        "out": "*bf16" if splits > 1 else block("bf16", tile.rest or columns, 64 if gated else 128),
+        "x": block("bf16", columns - tile.rest, 64), "packed": words, "scales": "*i32", "bias": "*bf16",
         "partials": "*i32" if splits > 1 else "*fp32", "arrivals": "*i32",
     }
+    if tile.rest:
+        types["rest"] = block("bf16", tile.rest, 64)
     names = kernel.arg_names
+    if "rest" in names and not tile.rest:
+        constants["rest"] = None
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     aligned = [name for name in types if types[name].startswith("*")] + ["weight_rows"]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = GluonASTSource(kernel, signature, values, attributes)
     made = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": tile.warps, "launch_pdl": True})
-    products = rows // 128 * 4
-    return {"sass": made.asm["sass"], "shared": made.metadata.shared, "products": products, "pending": tile.pending}
+    groups = 2 if tile.rest else 1
+    products = rows // 128 * 4 * groups
+    pending = tile.pending * groups
+    return {"sass": made.asm["sass"], "shared": made.metadata.shared, "products": products, "pending": pending}
 
 cases = (128, 32, 1, False, False), (256, 64, 4, False, False), (128, 128, 1, False, True), (256, 128, 1, True, True)
+cases += (128, 160, 1, True, False), (128, 192, 1, False, True)
 print(json.dumps([compiled(*case) for case in (*cases, (128, 256, 1, True, False))]))
 """
 
@@ -153,10 +170,45 @@ def test_as_many_programs_as_share_the_units_evenly(tile: PersistentTile) -> Non
     assert tile.programs(2 * SMS * 256, 16, tile.columns, SMS) == SMS
     tiles = 4096 // tile.rows
     assert tile.programs(4096, 16, tile.columns, SMS) == 128 == tiles * 16 // (tiles // 8)  # equal numbers of units
-    assert tile.programs(128, 3, 1, SMS) == 3
+    assert tile.programs(128, 3, 1, SMS) == (1 if tile.size in TIMES else 3)  # adding sums takes longer
     if tile.is_specialized:  # tiles nearly fill the GPU: none is shared
         assert tile.programs(112 * tile.rows, 16, 1, SMS) == 112
     assert tile.rows * tile.columns <= PersistentTile.max_sums
+
+
+def test_tiles_of_few_blocks_are_not_shared() -> None:
+    tile = PersistentTile(columns=128)
+    assert tile.programs(11776, 5, 128, SMS) == 92
+    assert tile.programs(11776, 5, 256, SMS) == 92  # two tiles each
+    assert tile.programs(4096, 56, 128, SMS) == 128
+
+
+def test_another_tile_is_used_where_it_is_predicted_to_be_faster() -> None:
+    def found(rows: int, weight_rows: int, blocks: int, **chosen: Any) -> tuple[int, int]:
+        return tile_for_rows(PersistentTile(**chosen), weight_rows, blocks, rows, SMS).size
+
+    for rows, columns in ((144, 160), (190, 192), (256, 256)):
+        assert found(rows, 28672, 16, columns=256) == (128, columns)
+    assert found(300, 4096, 56, columns=256) == (128, 160)
+    assert found(600, 6144, 16, columns=256) == (256, 128)
+    assert found(128, 28672, 16, columns=128) == (128, 128)  # measured
+    assert found(8192, 28672, 16, columns=256) == (128, 256)
+    assert tile_for_rows(PersistentTile(columns=64, splits=2), 4096, 56, 144, SMS).splits == 2
+
+
+def test_a_tile_that_was_measured_with_as_many_tiles_is_not_predicted() -> None:
+    chosen, other = PersistentTile(rows=256, columns=128), PersistentTile(columns=128)
+    sizes = 4096, 16
+    assert tile_for_rows(chosen, *sizes, 256, SMS) == other
+    assert tile_for_rows(chosen, *sizes, 256, SMS, row_class=256, measured=SIZES) == chosen
+    assert tile_for_rows(chosen, *sizes, 144, SMS, row_class=256, measured=SIZES) == PersistentTile(columns=160)
+
+
+def test_predicted_times_grow_with_the_units_of_a_program() -> None:
+    for tile in SIZES:
+        times = [tile.predicted_time(128 * number, 16, 2048, SMS) for number in (1, 8, 64, 512)]
+        assert times == sorted(times)
+        assert tile.predicted_time(4096, 16, 256, SMS) < tile.predicted_time(4096, 56, 256, SMS)
 
 
 def test_splits_need_concurrent_programs_inputs_and_room() -> None:
