@@ -25,7 +25,10 @@ class Contexts(Protocol):
 
 
 def tuned_decode(contexts: Contexts, config: Any, programs: int | None = None) -> Decode:
-    """Decode attention by a DecodeConfig. programs: per (folded) KV head; None: those of the whole device."""
+    """Decode attention by a DecodeConfig. programs: per (folded) KV head; None: those of the whole device.
+
+    The result holds the workspace. A captured graph does not: keep the result as long as its calls are replayed.
+    """
     from engine.ops.attention.paged_decode import paged_decode
     from engine.ops.attention.paged_decode_merge import DecodeWorkspace
 

@@ -89,7 +89,7 @@ def test_decode_configs_of_wide_heads_have_at_least_two_warps(heads: Any) -> Non
 def test_decode_configs_of_a_float8_cache_have_small_tiles_for_many_query_heads(
     dim: int, heads: Any, launches: list[tuple[float, int, int]]
 ) -> None:
-    """From nine query heads per program on; two KV heads of 64 are folded."""
+    """From nine query heads per program on; two KV heads of 64 are folded, but for few sequences."""
     configs = decode_configs(dim, 1, 233472, heads)[: len(launches)]
     assert [(limit, config.block_n, config.programs_per_sm) for limit, config in configs] == launches
 
@@ -122,8 +122,8 @@ def test_folded_heads_fills_rows_and_padding(
     [
         (128, 8, [1, 15, 96, math.inf]),
         (128, 4, [2, 31, 192, math.inf]),
-        (128, 16, [1, 7, 96, math.inf]),
-        (128, 128, [1, 96, math.inf]),
+        (128, 16, [1, 7, 48, math.inf]),
+        (128, 128, [1, 6, math.inf]),
         (64, 8, [1, 5, 15, 49, math.inf]),
         (64, 3, [2, 15, 42, 133, math.inf]),
     ],
@@ -145,6 +145,24 @@ def test_decode_configs_of_narrow_heads_fold_kv_heads_of_large_batches() -> None
     ]
     assert {config.fold for _, config in decode_configs(64, 2, 233472, (18, 3))} == {1}
     assert {config.fold for _, config in decode_configs(64, 2, 233472, (72, 8))} == {1}
+
+
+@pytest.mark.parametrize(("heads", "fold"), [((32, 8), 2), ((40, 8), 1), ((64, 8), 1), ((14, 2), 1)])
+def test_decode_configs_of_a_float8_cache_fold_up_to_eight_query_heads_for_few_sequences(heads: Any, fold: int) -> None:
+    """Up to 79 pairs of sequences and KV heads of 64; up to 16 query heads for more."""
+    (_, few), *_, (_, many) = decode_configs(64, 1, 233472, heads)
+    assert (few.block_n, few.num_warps, few.fold) == (128, 4, fold)
+    assert many.fold == 2
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128, 256])
+def test_decode_configs_list_every_size_of_batches_once(head_dim: int, itemsize: int) -> None:
+    for kv_heads in (1, 3, 8, 20, 128):
+        for group in (1, 2, 4, 7, 12, 32):
+            limits = [limit for limit, _ in decode_configs(head_dim, itemsize, 233472, (group * kv_heads, kv_heads))]
+            assert limits == sorted(set(limits))
+            assert limits[-1] == math.inf
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 4])
