@@ -9,11 +9,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from engine.ops.activation.act_and_mul import activate
+from engine.ops.common.polling import ALL_BITS, EMPTY, message
 from engine.ops.gemm.persistent_w4a16 import RUN, SPAN, row_of_lane
 from engine.ops.gemm.skinny import GATED
 
 COLUMNS = gl.constexpr(8)
 """Rows of x, at most."""
+
+
+@gluon.constexpr_function
+def power_of_two(number):
+    """The least power of two that is not less. number: at least 1."""
+    return 1 << (number - 1).bit_length()
 
 
 @gluon.jit
@@ -74,6 +81,49 @@ def load_x(
         inside = base + warp < blocks if WHOLE_BLOCKS else begin + column < inputs // 2
         found = found + (gl.load(places + begin, mask=present & inside, other=0),)  # type: ignore[assignment]  # noqa: RUF005
     return found
+
+
+@gluon.jit
+def _offsets(ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """0, 1, ... in the shape [ROWS, COLUMNS] and a layout."""
+    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), 1)
+    return row * COLUMNS + gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)), 0)
+
+
+@gluon.jit
+def send_sums(sums, buffer):
+    """Write this program's sums of a tile. sums: [rows, COLUMNS] float32. buffer: the tile's, [SPLITS - 1, rows,
+    COLUMNS] int32, indexed by program_id(1)."""
+    ROWS: gl.constexpr = sums.shape[0]
+    LAYOUT: gl.constexpr = sums.type.layout
+    places = buffer + gl.program_id(1) * (ROWS * COLUMNS) + _offsets(ROWS, LAYOUT)
+    gl.store(places, message(sums.to(gl.int32, bitcast=True)))
+
+
+@gluon.jit
+def receive_sums(buffer, ROWS: gl.constexpr, OTHERS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Wait for the sums of the OTHERS other programs of a tile, and add them up: [ROWS, COLUMNS] float32.
+
+    As split_k_polling.poll_sums. buffer: as of `send_sums`. OTHERS: at least 1.
+    """
+    # No two threads poll the same place: one might see it EMPTY again.
+    ROW_WARPS: gl.constexpr = min(gl.num_warps(), ROWS // 4)
+    DEEP_WARPS: gl.constexpr = gl.num_warps() // ROW_WARPS
+    POLLED: gl.constexpr = max(power_of_two(OTHERS), DEEP_WARPS)
+    DEEP: gl.constexpr = gl.BlockedLayout(
+        [POLLED // DEEP_WARPS, 1, 1], [1, 4, 8], [DEEP_WARPS, ROW_WARPS, 1], [2, 1, 0]
+    )
+    PLANE: gl.constexpr = gl.SliceLayout(0, DEEP)
+    number = gl.arange(0, POLLED, gl.SliceLayout(1, gl.SliceLayout(2, DEEP)))
+    number = gl.expand_dims(gl.expand_dims(number, 1), 2)
+    place = gl.expand_dims(_offsets(ROWS, PLANE), 0)
+    places = buffer + number * (ROWS * COLUMNS) + place
+    present = (number < OTHERS) & (place < ROWS * COLUMNS)
+    words = gl.load(places, mask=present, other=0, volatile=True)
+    while gl.max(gl.max(gl.max(words.to(gl.uint32, bitcast=True), 2), 1), 0) == ALL_BITS:
+        words = gl.load(places, mask=present, other=0, volatile=True)
+    gl.store(places, gl.full(words.shape, EMPTY, gl.int32, DEEP), mask=present)
+    return gl.convert_layout(gl.sum(words.to(gl.float32, bitcast=True), 0), LAYOUT)
 
 
 @gluon.jit

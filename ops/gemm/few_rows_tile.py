@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from engine.ops.gemm.packed_layout import SPANS
 
@@ -23,10 +23,22 @@ MIN_SIDE = 1024
 """4 bits: up to this many rows of W or inputs, and SMALL_BYTES of weights, other kernels are faster at one row."""
 SMALL_BYTES = 2**23
 W8_MIN_SIDE = 4096
-"""8 bits: with fewer rows of W or inputs other kernels are used. A block of Qwen3-1.7B in a chain of linear layers was
-4 % slower at one row; others were not measured."""
-W8_MAX_TILES = 4
+FLOAT8_SMALL_BYTES = 2**25
+"""Float8: with fewer rows of W or inputs than W8_MIN_SIDE and at most this many bytes, other kernels are faster at one
+row."""
+W8_MAX_TILES = 8
 """8 bits: most TILE_ROWS per multiprocessor, unless gated: more were not measured."""
+MIN_FILLED = 0.75
+"""8 bits: of long inputs, programs have four warps if there are this part of those that can run at the same time;
+otherwise two warps, of which twice as many can. The same of eight warps and int8, where three programs can."""
+MIN_FILLED_OF_EIGHT = 0.95
+"""The same of eight warps where two programs can run, whatever the inputs."""
+MIN_BLOCKS_OF_EIGHT = 32
+"""8 bits: minimum blocks that eight warps divide."""
+MIN_BLOCKS_OF_SPLITS = 24
+"""8 bits: minimum blocks that are split, and minimum blocks of a split of four warps."""
+MIN_BLOCKS_OF_TWO = 6
+"""8 bits: minimum blocks of a split of two warps."""
 LONG_INPUTS = 24
 """With more blocks of 256 inputs than this, eight warps divide them."""
 
@@ -48,11 +60,14 @@ class FewRowsTile:
     """Programs per multiprocessor, for which there are registers."""
     row_warps: int = 1
     """Warps that divide the rows of W, and read the same x; the others divide the inputs."""
+    splits: int = 1
+    """Split-K: programs that divide the inputs of one tile. Of 8-bit weights only."""
 
     def __str__(self) -> str:
         return (
             f"{self.rows} rows of W, {self.warps} warps, {self.ahead} blocks and {self.x_ahead} fields of x ahead,"
             f" {self.programs} programs, {self.row_warps} row warps"
+            f"{f', {self.splits} splits' if self.splits > 1 else ''}"
         )
 
     @property
@@ -60,23 +75,32 @@ class FewRowsTile:
         """Maximum registers per thread."""
         return min(REGISTERS // (32 * self.warps * self.programs) // 8 * 8, MAX_REGISTERS)
 
-    def grid(self, weight_rows: int, rows: int) -> tuple[int]:
+    def grid(self, weight_rows: int, rows: int) -> tuple[int, int]:
         """Launch grid for this number of rows of W."""
         assert rows <= MAX_FEW_ROWS, f"{rows} rows of x; at most {MAX_FEW_ROWS}"
-        return (-(-weight_rows // self.rows),)
+        return -(-weight_rows // self.rows), self.splits
 
 
-def suits_few_rows(shape: WeightOnlyShape, rows: int, sms: int) -> bool:
-    """Whether a kernel for few rows has the layout of the weights, and is the fastest."""
+def supports_few_rows(shape: WeightOnlyShape, rows: int) -> bool:
+    """Whether a kernel for few rows has the layout of the weights, and x that many rows."""
     layout = shape.layout
     # Rows of x and of the result start at multiples of 16 bytes.
     if rows > MAX_FEW_ROWS or shape.inputs % 8 or shape.outputs % 8:
         return False
+    has_groups = layout.scale_layout == "groups" and layout.bits == 4 and layout.span == SPANS[0]
+    return has_groups or layout.scale_layout == "outputs"
+
+
+def suits_few_rows(shape: WeightOnlyShape, rows: int, sms: int) -> bool:
+    """Whether a kernel for few rows has the layout of the weights, and is the fastest."""
+    if not supports_few_rows(shape, rows):
+        return False
     side = min(shape.weight_rows, shape.inputs)
-    if layout.scale_layout == "outputs":
-        return side >= W8_MIN_SIDE and (shape.gated or shape.weight_rows <= W8_MAX_TILES * TILE_ROWS * sms)
-    has_layout = layout.scale_layout == "groups" and layout.bits == 4 and layout.span == SPANS[0]
-    return has_layout and not (rows == 1 and side <= MIN_SIDE and shape.weight_bytes <= SMALL_BYTES)
+    if shape.layout.bits == 4:
+        return not (rows == 1 and side <= MIN_SIDE and shape.weight_bytes <= SMALL_BYTES)
+    has_tile = shape.gated or shape.weight_rows <= W8_MAX_TILES * TILE_ROWS * sms
+    is_slow = rows == 1 and shape.layout.value_type == "float8"
+    return has_tile and not (is_slow and side < W8_MIN_SIDE and shape.weight_bytes <= FLOAT8_SMALL_BYTES)
 
 
 def _w8_tile(shape: WeightOnlyShape, sms: int) -> FewRowsTile:
@@ -86,13 +110,28 @@ def _w8_tile(shape: WeightOnlyShape, sms: int) -> FewRowsTile:
         return FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=4)
     if tiles > 8 * sms:
         return FewRowsTile(rows=64, warps=4, ahead=2, x_ahead=2, programs=4, row_warps=4)
-    if tiles > W8_MAX_TILES * sms:
+    if tiles > 4 * sms and shape.gated:
         return FewRowsTile(rows=32, warps=4, ahead=2, x_ahead=2, programs=4, row_warps=2)
-    if tiles <= 2 * sms:
+    two_warps = FewRowsTile(rows=16, warps=2, ahead=2, x_ahead=2, programs=8)
+    four_warps = FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=4)
+    if tiles > 4 * sms:
+        return two_warps
+    if 2 * sms * MIN_FILLED_OF_EIGHT <= tiles <= 2 * sms and shape.blocks >= MIN_BLOCKS_OF_EIGHT:
         return FewRowsTile(rows=16, warps=8, ahead=2, x_ahead=4, programs=2)
-    if shape.blocks > 2 * LONG_INPUTS and tiles <= 3 * sms:
+    is_long = shape.blocks > 2 * LONG_INPUTS
+    if is_long and shape.layout.value_type == "signed" and 3 * sms * MIN_FILLED <= tiles <= 3 * sms:
         return FewRowsTile(rows=16, warps=8, ahead=1, x_ahead=2, programs=3)
-    return FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=4)
+    splits = even_splits(min(4 * sms // tiles, shape.blocks // MIN_BLOCKS_OF_SPLITS), shape.blocks) if is_long else 1
+    is_filled = tiles * splits >= 4 * sms * MIN_FILLED
+    if is_filled or not (is_long or (tiles <= sms and shape.blocks >= MIN_BLOCKS_OF_SPLITS)):
+        return evolve(four_warps, splits=splits)
+    splits = even_splits(min(8 * sms // tiles, shape.blocks // MIN_BLOCKS_OF_TWO), shape.blocks)
+    return evolve(two_warps, splits=splits)
+
+
+def even_splits(most: int, blocks: int) -> int:
+    """At most this many splits, at least one, of which none is without blocks."""
+    return -(-blocks // -(-blocks // max(most, 1)))
 
 
 def few_rows_tile(shape: WeightOnlyShape, sms: int) -> FewRowsTile:

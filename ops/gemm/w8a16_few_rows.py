@@ -13,7 +13,17 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from engine.ops.common.l1_cache import prefer_l1_cache
 from engine.ops.common.launch import release, wait
-from engine.ops.gemm.few_rows import COLUMNS, left_of, load_blocks, load_x, right_of, store, with_one
+from engine.ops.gemm.few_rows import (
+    COLUMNS,
+    left_of,
+    load_blocks,
+    load_x,
+    receive_sums,
+    right_of,
+    send_sums,
+    store,
+    with_one,
+)
 from engine.ops.gemm.persistent_w4a16 import SPAN, row_of_lane
 
 FIELDS = gl.constexpr(2)
@@ -74,6 +84,7 @@ def w8a16_few_rows_kernel(
     packed,
     scales,
     bias,
+    polled_sums,
     rows,
     weight_rows,
     inputs,
@@ -82,18 +93,20 @@ def w8a16_few_rows_kernel(
     AHEAD: gl.constexpr,
     X_AHEAD: gl.constexpr,
     ROW_WARPS: gl.constexpr,
+    SPLITS: gl.constexpr,
     IS_FLOAT8: gl.constexpr,
     WHOLE_BLOCKS: gl.constexpr,
     EPILOGUE: gl.constexpr,
     BIAS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """x W^T + bias with the EPILOGUE: [rows, outputs]. Grid: tiles of W's rows.
+    """x W^T + bias with the EPILOGUE: [rows, outputs]. Grid: (tiles of W's rows, SPLITS).
 
     x: [rows, inputs / 2] int32, contiguous: pairs of numbers of out's dtype; at most COLUMNS rows. packed: words of a
     W8Layout, in pairs: [weight_rows, blocks, SPAN / 2] int32. scales: [weight_rows] float32. TILE, AHEAD,
     ROW_WARPS, WHOLE_BLOCKS: as of w4a16_few_rows_kernel. X_AHEAD: as there, an even number of fields, which divides
-    those of AHEAD blocks.
+    those of AHEAD blocks. SPLITS: programs that divide the inputs of a tile; each has some. polled_sums: [tiles,
+    SPLITS - 1, TILE, COLUMNS] int32, EMPTY before and after (ops/common/polling.py).
     """
     WARPS: gl.constexpr = gl.num_warps() // ROW_WARPS
     DTYPE: gl.constexpr = out.dtype.element_ty
@@ -104,6 +117,14 @@ def w8a16_few_rows_kernel(
     WORDS: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     X: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
     first = gl.program_id(0) * TILE
+    origin = 0
+    end = blocks
+    inputs_end = inputs
+    if SPLITS > 1:
+        share = gl.cdiv(blocks, SPLITS)
+        origin = gl.program_id(1) * share
+        end = gl.minimum(origin + share, blocks)
+        inputs_end = gl.minimum(inputs, end * (FIELDS * SPAN))
 
     warp = gl.expand_dims(gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, WORDS))), 1), 2)
     row = row_of_lane(first, gl.arange(0, TILE, gl.SliceLayout(0, gl.SliceLayout(2, WORDS))), weight_rows, EPILOGUE)
@@ -112,7 +133,7 @@ def w8a16_few_rows_kernel(
     word_places = packed + in_matrix + gl.expand_dims(gl.expand_dims(pair, 0), 1)
     words = ()
     for number in gl.static_range(AHEAD):
-        loaded = load_blocks(word_places, warp + number * WARPS, blocks, SPAN // 2)
+        loaded = load_blocks(word_places, warp + (origin + number * WARPS), end, SPAN // 2)
         words = words + (loaded,)  # type: ignore[assignment]  # noqa: RUF005 Triton knows no *several
     lane = gl.arange(0, TILE, gl.SliceLayout(1, gl.SliceLayout(0, MMA)))
     scale = gl.load(scales + row_of_lane(first, lane, weight_rows, EPILOGUE)) * (2.0 ** _exponent(DTYPE, IS_FLOAT8))
@@ -128,24 +149,26 @@ def w8a16_few_rows_kernel(
     coming = ()
     for number in gl.static_range(X_BLOCKS):
         fields = load_x(
-            x_places, number * WARPS, x_warp, column, present, blocks, inputs, FIELDS, 0, FIELDS, WHOLE_BLOCKS
+            x_places, origin + number * WARPS, x_warp, column, present, end, inputs_end, FIELDS, 0, FIELDS, WHOLE_BLOCKS
         )
         coming = coming + (fields,)  # type: ignore[assignment]  # noqa: RUF005
-    steps = gl.cdiv(blocks, WARPS * AHEAD)
+    steps = gl.cdiv(end - origin, WARPS * AHEAD)
     for step in range(steps):
         if step == steps - 1:
             release(PDL)  # all loads of W are in progress
         for number in gl.static_range(AHEAD):
-            base = (step * AHEAD + number) * WARPS
+            base = origin + (step * AHEAD + number) * WARPS
             if X_BLOCKS:
                 pairs = coming[number % X_BLOCKS]  # type: ignore[var-annotated]
                 fields = load_x(
-                    x_places, base + X_BLOCKS * WARPS, x_warp, column, present, blocks, inputs, FIELDS, 0, FIELDS,
+                    x_places, base + X_BLOCKS * WARPS, x_warp, column, present, end, inputs_end, FIELDS, 0, FIELDS,
                     WHOLE_BLOCKS,
                 )  # fmt: skip
                 coming = with_one(coming, number % X_BLOCKS, fields)
             else:
-                pairs = load_x(x_places, base, x_warp, column, present, blocks, inputs, FIELDS, 0, FIELDS, WHOLE_BLOCKS)
+                pairs = load_x(
+                    x_places, base, x_warp, column, present, end, inputs_end, FIELDS, 0, FIELDS, WHOLE_BLOCKS
+                )
             numbers = _numbers(words[number], DTYPE, IS_FLOAT8)
             total = mma_v2(
                 left_of(_innermost(numbers), FIELDS, LEFT, DTYPE),
@@ -153,9 +176,18 @@ def w8a16_few_rows_kernel(
                 total,
             )
             later = warp + (base + AHEAD * WARPS)
-            words = with_one(words, number, load_blocks(word_places, later, blocks, SPAN // 2))
+            words = with_one(words, number, load_blocks(word_places, later, end, SPAN // 2))
     sums = gl.sum(total, axis=0) * gl.expand_dims(scale, 1)
-    store(out, sums, bias, first, rows, weight_rows, EPILOGUE, BIAS)
+    if SPLITS > 1:
+        buffer = polled_sums + gl.program_id(0) * ((SPLITS - 1) * TILE * COLUMNS)
+        if gl.program_id(1) < SPLITS - 1:
+            send_sums(sums, buffer)
+        else:
+            LAYOUT: gl.constexpr = sums.type.layout
+            sums += receive_sums(buffer, TILE, SPLITS - 1, LAYOUT)
+            store(out, sums, bias, first, rows, weight_rows, EPILOGUE, BIAS)
+    else:
+        store(out, sums, bias, first, rows, weight_rows, EPILOGUE, BIAS)
 
 
 # Programs on the same multiprocessor read the same x.

@@ -274,17 +274,17 @@ class WeightOnlyMatmul:
             "maxnreg": tile.registers,
             **self._dependent,
         }
-        arguments = (*tensors, rows, matrix.rows, inputs, len(words))
+        sizes = (rows, matrix.rows, inputs, len(words))
         if isinstance(layout, W8Layout):
-            constants |= {"IS_FLOAT8": layout.value_type == "float8"}
-            return w8a16_few_rows.w8a16_few_rows_kernel, arguments, constants
+            constants |= {"IS_FLOAT8": layout.value_type == "float8", "SPLITS": tile.splits}
+            return w8a16_few_rows.w8a16_few_rows_kernel, (*tensors, self.workspace.polled_sums, *sizes), constants
         constants |= {
             "GROUPS": layout.groups,
             "SCALE_DTYPE": gl.float16 if matrix.scales.dtype == torch.float16 else gl.bfloat16,
             "POWER": layout.power(x.dtype),
             "ZERO_POINTS": matrix.zeros,
         }
-        return w4a16_few_rows.w4a16_few_rows_kernel, arguments, constants
+        return w4a16_few_rows.w4a16_few_rows_kernel, (*tensors, *sizes), constants
 
     def _constants(self, matrix: PackedMatrix, dtype: torch.dtype) -> dict[str, object]:
         """Constexprs that follow from the matrix and x's dtype."""

@@ -30,12 +30,16 @@ def compiled(kernel, scales, tile, gated, half, more):
     tile = FewRowsTile(**tile)
     constants = {
         "TILE": tile.rows, "AHEAD": tile.ahead, "X_AHEAD": tile.x_ahead, "ROW_WARPS": tile.row_warps,
-        "WHOLE_BLOCKS": True, "EPILOGUE": (GATED if gated else PLAIN).value, "BIAS": False, "PDL": True,
+        "SPLITS": tile.splits, "WHOLE_BLOCKS": True, "EPILOGUE": (GATED if gated else PLAIN).value,
+        "BIAS": False, "PDL": True,
     }
     constants |= {name: getattr(gl, value) if isinstance(value, str) else value for name, value in more.items()}
     kind = "*fp16" if half else "*bf16"
-    types = {"out": kind, "x": "*i32", "packed": "*i32", "scales": scales, "bias": kind}
     names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    types = {"out": kind, "scales": scales, "bias": kind}
+    types |= dict.fromkeys(("x", "packed", "weight", "polled_sums"), "*i32")
+    types = {name: value for name, value in types.items() if name in names}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in [*types, "weight_rows", "inputs"]}
@@ -50,10 +54,10 @@ json.dump([compiled(kernel, given["scales"], **case) for case in given["cases"]]
 """For Hopper, without a GPU and Triton's interpreter."""
 
 
-def tiles_of(*numbers: tuple[int, int, int, int, int, int]) -> list[FewRowsTile]:
-    """numbers: rows, warps, ahead, x_ahead, programs, row_warps of each."""
-    names = ("rows", "warps", "ahead", "x_ahead", "programs", "row_warps")
-    return [FewRowsTile(**dict(zip(names, of_tile, strict=True))) for of_tile in numbers]
+def tiles_of(*numbers: tuple[int, ...]) -> list[FewRowsTile]:
+    """numbers: rows, warps, ahead, x_ahead, programs, row_warps and perhaps splits of each."""
+    names = ("rows", "warps", "ahead", "x_ahead", "programs", "row_warps", "splits")
+    return [FewRowsTile(**dict(zip(names, of_tile, strict=False))) for of_tile in numbers]
 
 
 def shared_memory_of(tile: FewRowsTile) -> int:

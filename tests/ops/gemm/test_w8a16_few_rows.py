@@ -24,13 +24,17 @@ TILES = tiles_of(
     (32, 2, 1, 2, 8, 1),
     (64, 4, 2, 2, 4, 4),
     (32, 4, 2, 2, 4, 2),
+    (16, 4, 1, 2, 4, 1, 2),
+    (16, 8, 1, 2, 2, 1, 3),
+    (32, 4, 1, 2, 4, 2, 2),
 )
 
 
 def test_weights_go_from_memory_to_products_in_registers() -> None:
-    small, gated = tiles_of((16, 4, 2, 2, 4, 1), (32, 2, 1, 2, 8, 1))
+    small, gated, split = tiles_of((16, 4, 2, 2, 4, 1), (32, 2, 1, 2, 8, 1), (16, 4, 2, 2, 4, 1, 3))
     kinds = [
         (small, True, False),
+        (split, True, False),
         (gated, True, False),
         (small, False, False),
         (small, True, True),
@@ -72,8 +76,8 @@ def test_other_kernels_serve_what_few_rows_tiles_do_not_support(
     assert not isinstance(tile, FewRowsTile)
 
 
-@pytest.mark.parametrize("outputs", [4096, 5120, 6144, 7168, 28672, 34816, 65536])
-@pytest.mark.parametrize("inputs", [4096, 5120, 17408])
+@pytest.mark.parametrize("outputs", [1024, 2752, 4096, 4416, 5120, 6144, 7168, 28672, 34816, 65536])
+@pytest.mark.parametrize("inputs", [1024, 2048, 3072, 4096, 5120, 17408])
 def test_default_tiles_have_registers_for_their_loads(outputs: int, inputs: int) -> None:
     for rows in (1, 8):
         shape = shape_of(outputs, inputs, INT8, is_gated=outputs > 8192)
@@ -84,6 +88,43 @@ def test_default_tiles_have_registers_for_their_loads(outputs: int, inputs: int)
         assert loaded < tile.registers * 0.7
         assert tile.x_ahead // 2 in (0, 1) or tile.ahead % (tile.x_ahead // 2) == 0
         assert shared_memory_of(tile) <= L1_SHARED
+        share = -(-shape.blocks // tile.splits)
+        assert share * (tile.splits - 1) < shape.blocks
+        assert tile.splits == 1 or tile.grid(outputs, rows)[0] * tile.splits <= tile.programs * SMS
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "is_gated", "warps", "splits"),
+    [
+        (4096, 14336, False, 8, 1),  # two programs per multiprocessor, but for a few
+        (2752, 15040, False, 4, 3),  # 516 of 528 programs
+        (4416, 16192, False, 2, 3),  # 276 of 528 programs of four warps, 828 of 1056 of two
+        (6464, 17664, False, 4, 1),  # 404 of 528 programs of four warps
+        (4608, 3200, False, 4, 1),  # few inputs
+        (1024, 3072, False, 2, 4),  # with few rows of W, too
+        (1024, 2048, False, 4, 1),
+        (10240, 5120, False, 2, 1),  # more tiles than programs of four warps
+        (12288, 2048, True, 4, 1),
+    ],
+)
+def test_programs_are_as_many_as_can_run_at_the_same_time(
+    outputs: int, inputs: int, is_gated: bool, warps: int, splits: int
+) -> None:
+    for layout in (INT8, FLOAT8):
+        tile = default_tile(shape_of(outputs, inputs, layout, is_gated=is_gated), 2, SMS, HOPPER, wgmma=True)
+        assert isinstance(tile, FewRowsTile)
+        assert (tile.warps, tile.splits) == (warps, splits)
+
+
+def test_int8_has_three_programs_of_eight_warps_where_float8_has_splits() -> None:
+    tiles = [default_tile(shape_of(5120, 17408, layout), 2, SMS, HOPPER, wgmma=True) for layout in (INT8, FLOAT8)]
+    assert [(tile.warps, tile.splits) for tile in tiles if isinstance(tile, FewRowsTile)] == [(8, 1), (2, 3)]
+
+
+def test_one_row_of_small_float8_weights_has_other_kernels() -> None:
+    for layout, inputs, is_few in ((FLOAT8, 2048, False), (INT8, 2048, True), (FLOAT8, 16384, True)):
+        tile = default_tile(shape_of(4096 - 16, inputs, layout), 1, SMS, HOPPER, wgmma=True)
+        assert isinstance(tile, FewRowsTile) == is_few
 
 
 def matrix_of(operands: Any) -> PackedMatrix:
