@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import triton
@@ -10,9 +10,12 @@ from attrs import evolve, field, frozen
 
 from engine.ops.activation.act_and_mul import ACTIVATIONS
 from engine.ops.common import polling
-from engine.ops.common.launch import dependent_launch, has_capability, num_sms
-from engine.ops.gemm import skinny, skinny_matrix
+from engine.ops.common.launch import dependent_launch, has_capability, has_wgmma, num_sms
+from engine.ops.gemm import few_rows, persistent_w4a16, skinny, skinny_matrix, w16_few_rows
 from engine.ops.sampling.argmax import reduce_max
+
+if TYPE_CHECKING:
+    from triton.runtime.jit import JITFunction
 
 SKINNY_MAX_ROWS = 128
 """Rows of x that the skinny kernels multiply."""
@@ -77,21 +80,23 @@ def gated_epilogue(activation: str) -> int:
 class SkinnyTile:
     """A tile of W, and how a program multiplies by it."""
 
-    form: Literal["vector", "matrix"]
+    form: Literal["vector", "matrix", "few_rows"]
     """The kernel."""
     rows: int
     """Rows of W."""
     block_k: int
-    """Columns of W."""
+    """Columns of W; with form few_rows of each warp."""
     warps: int
     stages: int = 1
-    """Software pipeline stages: tiles in shared memory. Matrix only."""
+    """Software pipeline stages: tiles in shared memory, with form few_rows in registers. Not for vector."""
     splits: int = 1
     """Split-K: programs that divide the columns of one tile. Matrix only."""
     ahead: int = 0
     """Bytes of each row of W to prefetch into the L2 cache before x is written."""
 
     def __str__(self) -> str:
+        if self.form == "few_rows":
+            return f"few rows {self.rows}x{self.block_k}, {self.warps} warps, {self.stages} stages"
         more = f", {self.stages} stages, {self.splits} splits" if self.form == "matrix" else ""
         return f"{self.form} {self.rows}x{self.block_k}, {self.warps} warps{more}, {self.ahead} bytes ahead"
 
@@ -154,24 +159,37 @@ class SkinnyLaunch:
     """A kernel for one shape and tile, ready to launch."""
 
     def __init__(self, shape: GemmShape, tile: SkinnyTile, rows: int, workspace: Workspace) -> None:
-        """rows: the maximum; at most SKINNY_MAX_ROWS, for the vector form at most 4."""
+        """rows: the maximum; at most SKINNY_MAX_ROWS, for the vector form at most 4, for the form few_rows 8."""
         self.shape = shape
         self.tile = tile
         self._outputs = shape.outputs
         self._programs = tile.programs(shape)
-        constants = {
+        self._sizes: tuple[int, ...] = (shape.outputs, shape.inputs, tile.ahead)
+        self._scratch: tuple[torch.Tensor, ...] = ()
+        constants: dict[str, object] = {
             "TILE": tile.rows,
-            "BLOCK_K": tile.block_k,
-            "THREADS": tile.warps * 32,
             "EPILOGUE": shape.epilogue_code,
-            "LATE_RELEASE": shape.weight_rows * shape.inputs >= LARGE,
             "num_warps": tile.warps,
             **dependent_launch(workspace.device),
         }
-        self._scratch: tuple[torch.Tensor, ...] = ()
+        if tile.form != "few_rows":
+            constants |= {
+                "BLOCK_K": tile.block_k,
+                "THREADS": tile.warps * 32,
+                "LATE_RELEASE": shape.weight_rows * shape.inputs >= LARGE,
+            }
+        self._kernel: JITFunction[Any]
         if tile.form == "vector":
             self._kernel = skinny.vector_kernel
             constants["ROWS"] = next(size for size in VECTOR_ROWS if size >= rows)
+        elif tile.form == "few_rows":
+            self._kernel = w16_few_rows.w16_few_rows_kernel
+            self._sizes = (shape.weight_rows, shape.inputs, -(-shape.inputs // tile.block_k))
+            constants |= {
+                "AHEAD": tile.stages,
+                "WHOLE_BLOCKS": shape.inputs % tile.block_k == 0,
+                "maxnreg": FEW_ROWS_REGISTERS[tile.warps, tile.stages],
+            }
         else:
             self._kernel = skinny_matrix.matrix_kernel
             columns = columns_for(rows)
@@ -186,7 +204,6 @@ class SkinnyLaunch:
         self._constants = {bias: {**constants, "BIAS": bias} for bias in (False, True)}
         self._grid = (self._programs, tile.splits)
         self._run = self._kernel[self._grid]
-        self._sizes = (shape.outputs, shape.inputs, tile.ahead)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x: [rows, inputs] -> [rows, outputs] in x's dtype, accumulated in float32. Not for argmax."""
@@ -219,6 +236,9 @@ class SkinnyLaunch:
         self._run(*self._arguments(out, tokens, x, weight, bias), **self._constants[bias is not None])
 
     def _arguments(self, out, tokens, x, weight, bias):
+        if self.tile.form == "few_rows":
+            pairs = x.view(torch.int32), weight.view(torch.int32)
+            return (out, *pairs, out if bias is None else bias, x.shape[0], *self._sizes)
         bias = weight if bias is None else bias
         return (out, tokens, x, weight, bias, *self._scratch, x.shape[0], *self._sizes)
 
@@ -239,6 +259,12 @@ MATRICES = {
     SKINNY_MAX_ROWS: ((64, 128, 4, 4), (128, 64, 8, 5), (128, 128, 8, 3)),
 }  # fmt: skip
 """(rows, block_k, warps, stages) of the matrix candidates, by the maximum rows of x."""
+FEW_ROWS = range(3, few_rows.COLUMNS.value + 1)
+"""Numbers of rows of x for which tiles of the form few_rows are tried, where W has at most FEW_ROWS_MAX_WEIGHTS."""
+FEW_ROWS_MAX_WEIGHTS = 2**24
+FEW_ROWS_REGISTERS = {(4, 6): 168, (8, 4): 128, (4, 4): 128}
+"""(warps, stages) of the candidates of the form few_rows, and their maximum registers per thread: those of three
+programs per multiprocessor, of two and of four."""
 FEW_MATRICES = 2
 """Number of the first MATRICES to try for up to 2 rows."""
 AHEAD = (16384, 65536)
@@ -256,7 +282,18 @@ def candidates(shape: GemmShape, rows: int, device: torch.device) -> list[Skinny
         for tile_rows, block_k, warps, stages in matrices[: FEW_MATRICES if rows <= 2 else None]:
             tile = SkinnyTile(form="matrix", rows=tile_rows, block_k=block_k, warps=warps, stages=stages)
             tiles += _splits(tile, shape, rows, num_sms(device))
+    if _suits_few_rows(shape, rows, device):
+        block_k = persistent_w4a16.SPAN.value
+        for warps, stages in FEW_ROWS_REGISTERS:
+            tiles.append(SkinnyTile(form="few_rows", rows=16, block_k=block_k, warps=warps, stages=stages))
     return tiles
+
+
+def _suits_few_rows(shape: GemmShape, rows: int, device: torch.device) -> bool:
+    """Whether tiles of the form few_rows are tried: on GPUs with wgmma, as others were not measured."""
+    is_small = shape.weight_rows * shape.inputs <= FEW_ROWS_MAX_WEIGHTS and shape.inputs % 8 == 0
+    has_kernel = rows in FEW_ROWS and shape.epilogue != "argmax" and shape.dtype != "float32"
+    return is_small and has_kernel and has_wgmma(device)
 
 
 def default_tile(shape: GemmShape, rows: int, device: torch.device) -> SkinnyTile | None:
@@ -273,7 +310,7 @@ def default_tile(shape: GemmShape, rows: int, device: torch.device) -> SkinnyTil
 
 def with_ahead(tile: SkinnyTile, shape: GemmShape, itemsize: int) -> list[SkinnyTile]:
     """The same tile with prefetching, where rows of W start at multiples of 16 bytes."""
-    if shape.inputs * itemsize % 16:
+    if tile.form == "few_rows" or shape.inputs * itemsize % 16:
         return []
     most = shape.inputs * itemsize
     amounts = sorted({min(budget // tile.rows, most) for budget in AHEAD})
