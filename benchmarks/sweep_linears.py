@@ -15,7 +15,8 @@ from engine.core.autotune import AutotunedCall, TuningTask, group_calls, measure
 from engine.core.layers import LayerFactory, Linear, RMSNorm
 from engine.core.plugin_host import load_plugins
 from engine.core.weights import DummySource, load_weights
-from engine.ops.common.launch import num_sms, shared_memory
+from engine.ops.common.launch import has_wgmma, num_sms, shared_memory
+from engine.ops.gemm.few_rows_tile import FewRowsTile, few_rows_tile, supports_few_rows
 from engine.ops.gemm.weight_only_tiles import (
     FINE_TILE,
     FINEST_TILE,
@@ -28,6 +29,7 @@ from engine.ops.gemm.weight_only_tiles import (
     UNMEASURED_MAX_ROWS,
     WARP_PAIRS,
     WEIGHT_ONLY_MAX_ROWS,
+    PersistentTile,
     WeightOnlyTile,
     WeightOnlyVectorTile,
     default_tile,
@@ -55,7 +57,7 @@ GROUPED_FINE_TILES = ((FINE_TILE, PROGRAMS_PER_SM_OF_SMALL_WEIGHTS), (FINE_TILE,
 VECTORS = ((2, 1), (2, 2), (4, 1), (4, 2))
 """(rows of W, warps) of the weight-only vector tiles."""
 
-Tile = WeightOnlyTile | WeightOnlyVectorTile | None
+Tile = WeightOnlyTile | WeightOnlyVectorTile | FewRowsTile | PersistentTile | None
 
 
 @frozen(kw_only=True, eq=False)
@@ -141,7 +143,9 @@ def _is_ruled(tasks: Sequence[TuningTask]) -> bool:
 def few_row_tiles(op: WeightOnlyOp, rows: int, device: torch.device) -> list[Tile]:
     """Every outcome of weight_only_tiles.default_tile for few rows, the one for this shape first."""
     shape, sms, shared = op.shape, num_sms(device), shared_memory(device)
-    found: list[Tile] = [default_tile(shape, rows, sms, shared)]
+    found: list[Tile] = [default_tile(shape, rows, sms, shared, wgmma=has_wgmma(device))]
+    if has_wgmma(device) and supports_few_rows(shape, rows):
+        found.append(few_rows_tile(shape, sms))
     if rows == 1 and shape.inputs % 2 == 0:
         for tile_rows, warps in VECTORS:
             blocks = WARP_PAIRS * warps * 2 // shape.layout.span
