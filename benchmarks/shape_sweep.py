@@ -1,26 +1,30 @@
 """Random shapes next to the nearest shapes that kernels were tuned on: is any kernel or tile chosen for a known model?
 
-    python benchmarks/shape_sweep.py [--seed 0] [--cases 30] [--only KIND ...] [--neighbours MODEL ...]
+    python benchmarks/shape_sweep.py [--seed 0] [--cases 30] [--only KIND ...] [--neighbours MODEL ...] [--control]
         [--limit SECONDS] [--json FILE]
 
 Draws cases within what users run: linear layers (16-bit weights at few rows; fp8, int8 and 4-bit weights at few and
 many rows), decode attention (16-bit and float8 caches) and prefill attention. The engine makes each layer and chooses
-its kernel as at start-up, by measurement or by a rule. The neighbour of a case is the nearest shape, by logarithms of
-its sizes, of the linear and attention layers of the models whose tuning results come with the package
-(scripts/tune_kernels.py), or of those named by --neighbours, with the same weights and the same rows or sequences; of
-attention with heads of the same size, as each size has kernels of its own. Linear layers are timed after the norm that
-makes their input, all from CUDA graphs, with cold weights and caches; a case, its neighbour and a tiny layer in turn,
-ROUNDS times, of which the medians count.
+its kernel as at start-up, by measurement or by a rule. A case's time is predicted from its neighbours, which are shapes
+of the models whose tuning results come with the package (scripts/tune_kernels.py), or of those named by --neighbours
+(sweep_neighbours.py):
 
-A case's floor is the least time that its bytes or its operations take, at a copy bandwidth and matmul rates measured in
-the same run. A small layer is far from its floor whatever its kernel is, because launches take a fixed time, which the
-tiny layer measures. So times are compared as fixed time + multiple of the floor:
+- a linear layer lies between the nearest smaller and the nearest larger shape, with the same weights and rows;
+- attention takes as long as the nearest heads of the same size with as many heads in all, and as much to read or to
+  multiply.
+
+Smaller and larger are measured by the floor: the least time that a case's bytes or its operations take, at a copy
+bandwidth and matmul rates measured in the same run. The predicted time is on the line between both neighbours' times.
+A linear layer with neighbours on one side only is predicted from a neighbour and a tiny layer:
 
     predicted = fixed + floor * max((neighbour - fixed) / neighbour's floor, 1)
 
-and a case passes if its time is at most MAX_RATIO times the predicted one. Where a rule chooses, the other outcomes of
-the rule are timed too: regret is the chosen one's time over the best one's. Linear layers of up to 8 rows, alone in a
-graph, say less than a chain of layers does (quant_chain.py), by which their rule was made.
+A case passes if its time is at most MAX_RATIO times the predicted one. --control draws the known models' own shapes,
+each predicted from the others': what misses there is the prediction's error. Linear layers are timed after the norm
+that makes their input, all from CUDA graphs, with cold weights and caches; a case, its neighbours and a tiny layer in
+turn, ROUNDS times, of which the medians count. Where a rule chooses, the other outcomes of the rule are timed too:
+regret is the chosen one's time over the best one's. Linear layers of up to 8 rows, alone in a graph, say less than a
+chain of layers does (quant_chain.py), by which their rule was made.
 """
 
 from __future__ import annotations
@@ -46,9 +50,9 @@ from sweep_cases import (
     LinearCase,
     Space,
     draw,
-    predicted,
 )
 from sweep_linears import LinearSweep
+from sweep_neighbours import find_neighbours, predicted
 from sweep_timing import SweepTimer, make_timer
 from triton.errors import TritonError
 
@@ -60,7 +64,7 @@ from engine.core.errors import EngineError
 ROUNDS = 3
 MAX_ERROR = 0.1
 """Maximum relative error of a result: from the quantization of activations, and from bfloat16."""
-TIME, RATIO, NEIGHBOUR, REGRET = "time", "time over predicted time", "time of the neighbour", "regret"
+TIME, RATIO, NEIGHBOUR, REGRET = "time", "time over predicted time", "time of a neighbour", "regret"
 """Metrics of the report."""
 
 
@@ -69,10 +73,12 @@ class Result:
     """What was measured of one case. Times in seconds."""
 
     case: Case
-    neighbour: Case
+    neighbours: Sequence[Case]
+    """Of the one with the smaller floor first."""
     limits: Limits
     seconds: float
-    near_seconds: float
+    near_seconds: Sequence[float]
+    """Of each neighbour."""
     fixed_seconds: float
     error: float
     choices: Mapping[str, float]
@@ -80,9 +86,10 @@ class Result:
 
     @property
     def predicted(self) -> float:
-        """The time if the case is as good as its neighbour."""
-        near_floor = self.neighbour.floor(self.limits)
-        return predicted(self.case.floor(self.limits), self.near_seconds, near_floor, self.fixed_seconds)
+        """The time if the case is as good as its neighbours."""
+        floors = [one.floor(self.limits) for one in self.neighbours]
+        near = list(zip(floors, self.near_seconds, strict=True))
+        return predicted(self.case.floor(self.limits), near, self.fixed_seconds)
 
     @property
     def ratio(self) -> float:
@@ -95,9 +102,10 @@ class Result:
         return self.case.floor(self.limits) / self.seconds
 
     @property
-    def near_share(self) -> float:
-        """The neighbour's."""
-        return self.neighbour.floor(self.limits) / self.near_seconds
+    def near(self) -> list[tuple[str, float, float]]:
+        """Of each neighbour its name, seconds, and floor over time."""
+        times = zip(self.neighbours, self.near_seconds, strict=True)
+        return [(one.near_name, seconds, one.floor(self.limits) / seconds) for one, seconds in times]
 
     @property
     def regret(self) -> float | None:
@@ -110,13 +118,9 @@ class Result:
         name = self.case.name
         found = [
             Row(case=name, metric=TIME, value=self.seconds * 1e6, unit="us", share=self.share),
-            Row(
-                case=name,
-                metric=NEIGHBOUR,
-                value=self.near_seconds * 1e6,
-                unit="us",
-                share=self.near_share,
-                baseline_name=self.neighbour.name,
+            *(
+                Row(case=name, metric=NEIGHBOUR, value=seconds * 1e6, unit="us", share=share, baseline_name=near)
+                for near, seconds, share in self.near
             ),
             Row(
                 case=name,
@@ -143,10 +147,10 @@ class Result:
         """For the progress."""
         regret = "" if self.regret is None else f"  regret {self.regret:.3f} of {len(self.choices)}"
         wrong = "" if self.error < MAX_ERROR else f"  WRONG by {self.error:.3f}"
+        near = " and ".join(f"{name} {seconds * 1e6:.1f} us ({percent(share)})" for name, seconds, share in self.near)
         return (
-            f"{self.case.name:<44}{self.seconds * 1e6:>9.1f} us ({percent(self.share)})  next to {self.neighbour.shape}"
-            f" {self.near_seconds * 1e6:.1f} us ({percent(self.near_share)}), fixed {self.fixed_seconds * 1e6:.1f}"
-            f"  ratio {self.ratio:.3f}{regret}{wrong}"
+            f"{self.case.name:<44}{self.seconds * 1e6:>9.1f} us ({percent(self.share)})  next to {near},"
+            f" fixed {self.fixed_seconds * 1e6:.1f}  ratio {self.ratio:.3f}{regret}{wrong}"
         )
 
 
@@ -161,7 +165,7 @@ class Sweep:
 
     def open(self, kind: str, cases: Sequence[Case]) -> LinearSweep | AttentionSweep:
         """Make what the cases of one kind need, and choose and compile its kernels."""
-        others = [each for case in cases for each in self._three(case)[1:]]
+        others = [each for case in cases for each in self._others(case)]
         made: LinearSweep | AttentionSweep
         if kind in LINEAR_KINDS:
             linears = [one for one in (*cases, *others) if isinstance(one, LinearCase)]
@@ -175,17 +179,17 @@ class Sweep:
         return made
 
     def measure(self, case: Case, sweep: LinearSweep | AttentionSweep) -> Result:
-        """Measure a case next to its neighbour."""
-        three = self._three(case)
+        """Measure a case next to its neighbours."""
+        others = self._others(case)
         error = sweep.error(case)  # type: ignore[arg-type]
-        rounds = [[sweep.seconds(one) for one in three] for _ in range(ROUNDS)]  # type: ignore[arg-type]
-        seconds, near, fixed = (statistics.median(times) for times in zip(*rounds, strict=True))
+        rounds = [[sweep.seconds(one) for one in (case, *others)] for _ in range(ROUNDS)]  # type: ignore[arg-type]
+        seconds, *near, fixed = (statistics.median(times) for times in zip(*rounds, strict=True))
         choices = sweep.choices(case)  # type: ignore[arg-type]
         if isinstance(sweep, AttentionSweep):
             sweep.forget()
         return Result(
             case=case,
-            neighbour=three[1],
+            neighbours=others[:-1],
             limits=self._limits,
             seconds=seconds,
             near_seconds=near,
@@ -194,10 +198,10 @@ class Sweep:
             choices=choices,
         )
 
-    def _three(self, case: Case) -> tuple[Case, Case, Case]:
-        """The case, its neighbour, and one that takes the launches' time alone."""
-        near = case.neighbour(self._space)
-        return case, near, near.smallest()
+    def _others(self, case: Case) -> tuple[Case, ...]:
+        """A case's neighbours, and last one that takes the launches' time alone."""
+        near = find_neighbours(case, self._space, self._limits)
+        return *near, near[0].smallest()
 
 
 def find_limits(device: torch.device, bandwidth: float | None, matmul: float | None) -> Limits:
@@ -238,11 +242,11 @@ def show(results: Sequence[Result]) -> None:
     rows = []
     for result in results:
         regret = "" if result.regret is None else f"{result.regret:.2f}"
-        near = f"{result.neighbour.shape} ({percent(result.near_share)})"
+        near = ", ".join(f"{name} ({percent(share)})" for name, _, share in result.near)
         verdict = "" if result.ratio <= MAX_RATIO else "*"
         times = f"{result.seconds * 1e6:.1f}", f"{result.predicted * 1e6:.1f}"
         rows.append((result.case.name, *times, percent(result.share), near, f"{result.ratio:.2f}{verdict}", regret))
-    print_table(("case", "us", "predicted", "of floor", "neighbour", "ratio", "regret"), rows)
+    print_table(("case", "us", "predicted", "of floor", "neighbours", "ratio", "regret"), rows)
     print(summary(results), flush=True)
 
 
@@ -253,6 +257,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=30, metavar="N")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="of the drawn cases, those of a kind")
     parser.add_argument("--neighbours", nargs="+", choices=Space().models, metavar="MODEL")
+    parser.add_argument("--control", action="store_true", help="draw the shapes of known models")
     parser.add_argument("--limit", type=float, default=110, metavar="SECONDS", help="start no further case after this")
     parser.add_argument("--bandwidth", type=float, help="TB/s; by default a copy is timed")
     parser.add_argument("--matmul", type=float, help="TFLOP/s in 16 and 8 bits; by default matmuls are timed")
@@ -272,6 +277,7 @@ def main() -> None:
     space = SMALL if options.small else Space()
     if options.neighbours:
         space = evolve(space, models=tuple(options.neighbours))
+    space = evolve(space, control=options.control)
     cases = [case for case in draw(options.seed, options.cases, space) if case.kind in options.only]
     limits = find_limits(device, options.bandwidth, options.matmul)
     ceilings = (
@@ -280,7 +286,13 @@ def main() -> None:
     )
     print(f"ceilings: {ceilings}", flush=True)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
-    settings = {"seed": options.seed, "cases": options.cases, "ceilings": ceilings, "models": list(space.models)}
+    settings = {
+        "seed": options.seed,
+        "cases": options.cases,
+        "ceilings": ceilings,
+        "models": list(space.models),
+        "control": options.control,
+    }
     sweep = Sweep(device, space, limits)
     results: list[Result] = []
     failures: list[str] = []

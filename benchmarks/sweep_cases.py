@@ -1,4 +1,4 @@
-"""Cases of shape_sweep.py: random shapes, the nearest shapes of known models, floors, and predicted times.
+"""Cases of shape_sweep.py: random shapes, the shapes of known models, and floors.
 
 Nothing here needs a GPU.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -142,13 +142,27 @@ class Space:
     """Those whose tuning results come with the package."""
     dtype: str = "bfloat16"
     """Of activations; not drawn."""
+    control: bool = False
+    """Draw known models instead of random ones. The neighbours of their layers are then those of other shapes."""
 
     def known(self) -> list[Model]:
         """The models whose shapes are neighbours."""
         return [Model.from_name(name) for name in self.models]
 
-    def draw_model(self, pick: random.Random) -> Model:
-        """A model of random sizes. The query heads together are about as wide as the hidden size."""
+    def is_neighbour(self, known: Shape, shape: Shape) -> bool:
+        """Whether a case of `shape` may be predicted from a known shape."""
+        return not self.control or known != shape
+
+    def draw_model(self, pick: random.Random, *, attention: bool = False) -> Model:
+        """A model of random sizes. The query heads together are about as wide as the hidden size.
+
+        attention: draw the model for its attention. A known one then has heads of a size that others have, too.
+        """
+        if self.control:
+            known = self.known()
+            heads = {model.attention for model in known}
+            shared = [one for one in known if sum(one.attention.head_dim == other.head_dim for other in heads) > 1]
+            return pick.choice(shared if attention else known)
         hidden = _rounded(_log_uniform(pick, *self.hidden), pick.choice(self.hidden_units))
         head_dim, group = pick.choice(self.head_dims), pick.randint(*self.groups)
         kv_heads = max(1, round(hidden / head_dim / group))
@@ -189,14 +203,14 @@ class LinearCase:
         return f"{self.kind} {self.shape}, {self.rows} rows"
 
     @property
+    def near_name(self) -> str:
+        """As a neighbour, which has the same kind and rows."""
+        return str(self.shape)
+
+    @property
     def quantizes_input(self) -> bool:
         """Whether the product is of 8-bit activations."""
         return self.kind in ("fp8", "int8") and self.rows > MAX_UNQUANTIZED_ROWS
-
-    def neighbour(self, space: Space) -> LinearCase:
-        """The nearest linear layer of a known model that is gated if this one is, with as many rows."""
-        shapes = [one for model in space.known() for one in model.linears.values() if one.gated == self.shape.gated]
-        return evolve(self, shape=nearest(self.shape, shapes))
 
     def smallest(self) -> LinearCase:
         """A layer so small that its time is that of its launches, with as many rows."""
@@ -227,7 +241,12 @@ class AttentionCase:
     @property
     def name(self) -> str:
         """Of a line of the table."""
-        return f"{self.kind} {self.shape}, {len(self.lengths)} x up to {max(self.lengths)}"
+        return f"{self.kind} {self.near_name}"
+
+    @property
+    def near_name(self) -> str:
+        """As a neighbour, which is of the same kind."""
+        return f"{self.shape}, {len(self.lengths)} x up to {max(self.lengths)}"
 
     @property
     def itemsize(self) -> int:
@@ -238,13 +257,6 @@ class AttentionCase:
     def cache_bytes(self) -> int:
         """Bytes of the keys and values of all sequences."""
         return 2 * sum(self.lengths) * self.shape.kv_heads * self.shape.head_dim * self.itemsize
-
-    def neighbour(self, space: Space) -> AttentionCase:
-        """The nearest attention layer of a known model, with heads of the same size if there is one, and the same
-        sequences."""
-        known = [model.attention for model in space.known()]
-        alike = [heads for heads in known if heads.head_dim == self.shape.head_dim]
-        return evolve(self, shape=nearest(self.shape, alike or known))
 
     def smallest(self) -> AttentionCase:
         """One short sequence."""
@@ -264,20 +276,6 @@ Case = LinearCase | AttentionCase
 Shape = LinearShape | Heads
 
 
-def nearest(shape: Any, shapes: Sequence[Any]) -> Any:
-    """The shape with the least distance by logarithms of its sizes; the first of equals."""
-    return min(shapes, key=lambda one: math.dist([*map(math.log, shape.sizes)], [*map(math.log, one.sizes)]))
-
-
-def predicted(floor: float, neighbour: float, neighbour_floor: float, fixed: float) -> float:
-    """Seconds that a case takes if it is as good as its neighbour.
-
-    A time is taken to be a fixed one, that of the launches, and a multiple of the floor. The multiple is the
-    neighbour's, but at least 1. neighbour: its seconds. fixed: seconds of a case with next to no work.
-    """
-    return fixed + max((neighbour - fixed) / neighbour_floor, 1.0) * floor
-
-
 def draw(seed: int, count: int, space: Space) -> list[Case]:
     """Random cases: all kinds in turn, and of linear layers few and many rows in turn."""
     return [
@@ -288,7 +286,7 @@ def draw(seed: int, count: int, space: Space) -> list[Case]:
 
 def draw_case(pick: random.Random, kind: str, *, many: bool, space: Space) -> Case:
     """A random case. many: whether a quantized linear layer gets enough rows for activations in 8 bits."""
-    model = space.draw_model(pick)
+    model = space.draw_model(pick, attention=kind in ATTENTION_KINDS)
     if kind in ATTENTION_KINDS:
         return AttentionCase(kind=kind, shape=model.attention, lengths=draw_lengths(pick, kind, model, space))
     shapes = list(model.linears.values())

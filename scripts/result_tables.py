@@ -183,16 +183,17 @@ def shape_sweep_table() -> str:
     report = load_result("h200-shape-sweep")
     if report is None:
         return ""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in report["rows"]:
-        found.setdefault(row["case"], {})[row["metric"]] = row
+        found.setdefault(row["case"], {}).setdefault(row["metric"], []).append(row)
     rows = []
     for case, metrics in found.items():
-        time, near, ratio = (metrics[name] for name in ("time", "time of the neighbour", "time over predicted time"))
-        regret = f"{metrics['regret']['value']:.2f}" if "regret" in metrics else ""
+        [time], [ratio] = metrics["time"], metrics["time over predicted time"]
+        near = "; ".join(f"{one['baseline_name']} ({one['share']:.0%})" for one in metrics["time of a neighbour"])
+        regret = "".join(f"{one['value']:.2f}" for one in metrics.get("regret", []))
         times = (number(time["value"]), number(ratio["baseline"]), f"{time['share']:.0%}")
-        rows.append((case, *times, near["baseline_name"], f"{near['share']:.0%}", f"{ratio['value']:.2f}", regret))
-    head = ("case", "us", "predicted, us", "of the floor", "neighbour", "of its floor", "ratio", "regret")
+        rows.append((case, *times, near, f"{ratio['value']:.2f}", regret))
+    head = ("case", "us", "predicted, us", "of the floor", "neighbours (of their floors)", "ratio", "regret")
     settings = report["settings"]
     text = f"{settings['summary']}. Seed {settings['seed']}. {where(report)} Ceilings: {settings['ceilings']}."
     return section("Random shapes next to known ones", text, [table(head, rows)])

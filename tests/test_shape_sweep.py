@@ -29,6 +29,13 @@ def limits(cases: Any) -> Any:
     return cases.Limits(bandwidth=4e12, flops=8e14, flops_8bit=16e14)
 
 
+@pytest.fixture
+def neighbours(cases: Any) -> Any:
+    import sweep_neighbours  # type: ignore[import-not-found]
+
+    return sweep_neighbours
+
+
 def run_sweep(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPTS / "shape_sweep.py"), *SMALL, *arguments]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -87,29 +94,54 @@ def test_linear_layers_of_the_known_models_are_those_of_the_other_benchmarks(cas
 
 
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "gated", "nearest"),
+    ("outputs", "inputs", "gated", "near"),
     [
-        (4736, 5120, False, (5120, 5120)),
-        (900, 2000, False, (1024, 2048)),
-        (6144, 19968, False, (5120, 17408)),
-        (8832, 1344, True, (6144, 1024)),
-        (90112, 8192, True, (51200, 5120)),
+        (4736, 5120, False, [(4096, 4096), (5120, 5120)]),
+        (900, 2000, False, [(1024, 2048)]),  # no known layer is smaller
+        (6144, 19968, False, [(5120, 17408), (5120, 25600)]),
+        (8832, 1344, True, [(6144, 1024), (12288, 2048)]),
+        (90112, 8192, True, [(51200, 5120)]),  # nor larger
+        (4096, 4096, False, [(4096, 4096), (5120, 5120)]),
     ],
 )
-def test_neighbour_of_a_linear_layer(
-    outputs: int, inputs: int, gated: bool, nearest: tuple[int, int], cases: Any
+def test_neighbours_of_a_linear_layer_are_the_nearest_smaller_and_larger_ones(
+    outputs: int, inputs: int, gated: bool, near: list[tuple[int, int]], cases: Any, neighbours: Any, limits: Any
 ) -> None:
     shape = cases.LinearShape(outputs=outputs, inputs=inputs, gated=gated)
-    near = cases.LinearCase(kind="fp8", shape=shape, rows=100).neighbour(cases.Space())
-    assert near.shape.sizes == nearest
-    assert (near.kind, near.rows, near.shape.gated) == ("fp8", 100, gated)
+    case = cases.LinearCase(kind="fp8", shape=shape, rows=100)
+    found = neighbours.find_neighbours(case, cases.Space(), limits)
+    assert [one.shape.sizes for one in found] == near
+    assert {(one.kind, one.rows, one.shape.gated) for one in found} == {("fp8", 100, gated)}
 
 
-def test_neighbour_of_attention_has_the_same_sequences(cases: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "lengths", "near"),
+    [
+        ("decode", (700, 900, 800), "40/8x128, 2 x up to 1014"),  # 18 KV heads and 16, the same bytes
+        ("decode", (700,), "40/8x128, 1 x up to 524"),
+        ("prefill", (700, 900, 800), "40/8x128, 3 x up to 853"),  # 108 query heads and 120, the same operations
+    ],
+)
+def test_neighbour_of_attention_has_as_much_work_in_about_as_many_heads(
+    kind: str, lengths: tuple[int, ...], near: str, cases: Any, neighbours: Any, limits: Any
+) -> None:
     shape = cases.Heads(heads=36, kv_heads=6, head_dim=128)
-    near = cases.AttentionCase(kind="decode", shape=shape, lengths=(7, 9)).neighbour(cases.Space())
-    assert str(near.shape) == "40/8x128"
-    assert near.lengths == (7, 9)
+    case = cases.AttentionCase(kind=kind, shape=shape, lengths=lengths)
+    [found] = neighbours.find_neighbours(case, cases.Space(), limits)
+    assert found.near_name == near
+    assert found.floor(limits) == pytest.approx(case.floor(limits), rel=2e-3)
+
+
+def test_known_shapes_are_predicted_from_other_known_shapes(cases: Any, neighbours: Any, limits: Any) -> None:
+    space = cases.Space(control=True)
+    known = {shape for model in space.known() for shape in (*model.linears.values(), model.attention)}
+    drawn = cases.draw(0, 70, space)
+    assert {case.shape for case in drawn} <= known
+    for case in drawn:
+        near = neighbours.find_neighbours(case, space, limits)
+        assert all(one.shape != case.shape for one in near)
+        if isinstance(case, cases.AttentionCase):
+            assert near[0].shape.head_dim == case.shape.head_dim
 
 
 def test_floors_equal_those_computed_by_hand(cases: Any, limits: Any) -> None:
@@ -128,9 +160,15 @@ def test_floors_equal_those_computed_by_hand(cases: Any, limits: Any) -> None:
     assert prefill.floor(limits) == pytest.approx(4 * 2048 * 8_002_000 / 8e14)
 
 
-def test_predicted_time_is_the_fixed_time_and_a_multiple_of_the_floor(cases: Any) -> None:
-    assert cases.predicted(10.0, neighbour=14.0, neighbour_floor=5.0, fixed=4.0) == 4 + 2 * 10
-    assert cases.predicted(10.0, neighbour=5.0, neighbour_floor=5.0, fixed=4.0) == 4 + 1 * 10
+def test_predicted_time_next_to_one_neighbour_is_the_fixed_time_and_a_multiple_of_the_floor(neighbours: Any) -> None:
+    assert neighbours.predicted(10.0, [(5.0, 14.0)], fixed=4.0) == 4 + 2 * 10
+    assert neighbours.predicted(10.0, [(5.0, 5.0)], fixed=4.0) == 4 + 1 * 10
+
+
+def test_predicted_time_between_two_neighbours_is_on_the_line_between_their_times(neighbours: Any) -> None:
+    near = [(5.0, 14.0), (15.0, 20.0)]
+    assert neighbours.predicted(5.0, near, fixed=4.0) == 14
+    assert neighbours.predicted(10.0, near, fixed=4.0) == 17
 
 
 def test_ratio_and_regret_of_a_result(cases: Any, limits: Any) -> None:
@@ -142,10 +180,10 @@ def test_ratio_and_regret_of_a_result(cases: Any, limits: Any) -> None:
     floor = near.floor(limits)
     result = shape_sweep.Result(
         case=case,
-        neighbour=near,
+        neighbours=[near],
         limits=limits,
         seconds=3 * floor + 1e-6,
-        near_seconds=1.5 * floor + 1e-6,
+        near_seconds=[1.5 * floor + 1e-6],
         fixed_seconds=1e-6,
         error=0.001,
         choices={"chosen": 3e-6, "better": 2e-6, "worse": 4e-6},
@@ -239,20 +277,21 @@ def test_table_of_the_docs_has_the_metrics_of_the_report(cases: Any, monkeypatch
     monkeypatch.syspath_prepend(str(SCRIPTS.parent / "scripts"))
     import result_tables  # type: ignore[import-not-found]
 
-    metrics = {
-        shape_sweep.TIME: {"value": 20.0, "share": 0.5},
-        shape_sweep.NEIGHBOUR: {"value": 10.0, "share": 0.6, "baseline_name": "fp8 4096x4096, 9 rows"},
-        shape_sweep.RATIO: {"value": 1.02, "baseline": 19.6},
-        shape_sweep.REGRET: {"value": 1.01},
-    }
+    metrics = [
+        (shape_sweep.TIME, {"value": 20.0, "share": 0.5}),
+        (shape_sweep.NEIGHBOUR, {"value": 10.0, "share": 0.6, "baseline_name": "4096x4096"}),
+        (shape_sweep.NEIGHBOUR, {"value": 30.0, "share": 0.7, "baseline_name": "6144x4096"}),
+        (shape_sweep.RATIO, {"value": 1.02, "baseline": 19.6}),
+        (shape_sweep.REGRET, {"value": 1.01}),
+    ]
     report = {
         "machine": "cuda:0 (GPU)",
         "versions": {"torch": "2"},
         "date": "today",
         "commit": "abc",
         "settings": {"summary": "1 of 1", "seed": 0, "ceilings": "copy 4 TB/s"},
-        "rows": [{"case": "fp8 5120x4096, 9 rows", "metric": metric, **row} for metric, row in metrics.items()],
+        "rows": [{"case": "fp8 5120x4096, 9 rows", "metric": metric, **row} for metric, row in metrics],
     }
     monkeypatch.setattr(result_tables, "load_result", lambda name: report)
-    line = "| fp8 5120x4096, 9 rows | 20 | 19.6 | 50% | fp8 4096x4096, 9 rows | 60% | 1.02 | 1.01 |"
+    line = "| fp8 5120x4096, 9 rows | 20 | 19.6 | 50% | 4096x4096 (60%); 6144x4096 (70%) | 1.02 | 1.01 |"
     assert line in result_tables.shape_sweep_table()

@@ -50,6 +50,9 @@ SCALE_LAYOUTS = {
 }
 DEQUANTIZE_ROWS = 32
 """Outputs per program of the dequantize kernel."""
+MIN_ROWS_WITH_ROOM = 129
+"""From this many rows on, results of gated layers have room for whole tiles: the next layer has many inputs. 4096x14336
+takes 42 us at 144 rows with room and 63 without, but 41 and 35 at 72, where a tile loads 56 rows too many (H200)."""
 
 
 class WeightOnlyMatmul:
@@ -143,7 +146,8 @@ class WeightOnlyMatmul:
         """As `__call__`, by a given tile."""
         x = x if x.is_contiguous() else x.contiguous()
         rows = x.shape[0]
-        out = empty_with_room(x, (rows, _outputs(matrix, gated)))
+        shape = (rows, _outputs(matrix, gated))
+        out = empty_with_room(x, shape) if gated and rows >= MIN_ROWS_WITH_ROOM else x.new_empty(shape)
         if not rows:
             return out
         if isinstance(tile, PersistentTile):
