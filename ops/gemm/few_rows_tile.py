@@ -37,7 +37,7 @@ MIN_BLOCKS_OF_EIGHT = 32
 """8 bits: minimum blocks that eight warps divide."""
 MIN_BLOCKS_OF_SPLITS = 24
 """8 bits: minimum blocks that are split, and minimum blocks of a split of four warps."""
-MIN_BLOCKS_OF_TWO = 6
+MIN_BLOCKS_OF_TWO = 8
 """8 bits: minimum blocks of a split of two warps."""
 LONG_INPUTS = 24
 """With more blocks of 256 inputs than this, eight warps divide them."""

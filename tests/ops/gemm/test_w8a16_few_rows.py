@@ -101,7 +101,7 @@ def test_default_tiles_have_registers_for_their_loads(outputs: int, inputs: int)
         (4416, 16192, False, 2, 3),  # 276 of 528 programs of four warps, 828 of 1056 of two
         (6464, 17664, False, 4, 1),  # 404 of 528 programs of four warps
         (4608, 3200, False, 4, 1),  # few inputs
-        (1024, 3072, False, 2, 4),  # with few rows of W, too
+        (1024, 3072, False, 2, 3),  # with few rows of W, too
         (1024, 2048, False, 4, 1),
         (10240, 5120, False, 2, 1),  # more tiles than programs of four warps
         (12288, 2048, True, 4, 1),
