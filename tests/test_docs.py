@@ -228,6 +228,12 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert dead_links(page) == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_hold_no_marks_of_a_merge_conflict(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if line.startswith(("<<<<<<< ", ">>>>>>> "))]
+
+
 def test_packages_to_install_are_those_of_the_extras() -> None:
     """By their own names: an index may have the engine in another version, or another program of that name."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
