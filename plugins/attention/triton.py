@@ -15,7 +15,6 @@ from engine.core.device import DeviceInfo
 from engine.core.errors import ConfigError
 from engine.core.extras import install_command
 from engine.core.quant import FLOAT8, has_float8
-from engine.ops.common.row_memory import empty_with_room
 from engine.plugins.attention.triton_latent import LatentKernels, LatentPlan, latent_refusal
 from engine.plugins.attention.triton_options import FP8, TritonOptions, float8_prefill_refusal
 from engine.plugins.attention.triton_paged import PagedKernels, PagedPlan
@@ -84,6 +83,8 @@ class TritonAttention(AttentionBackend[TritonOptions, PagedPlan | LatentPlan]):
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PagedPlan | LatentPlan
     ) -> torch.Tensor:
+        from engine.ops.common.row_memory import empty_with_room
+
         tokens, heads = q.shape[:2]
         out = empty_with_room(q, (tokens, heads * self._output_dim)).view(tokens, heads, self._output_dim)
         self._kernels.attend(layer, q, plan, out)

@@ -9,7 +9,6 @@ import torch
 from attrs import frozen
 
 from engine.core.attention import AttentionSpec, ForwardBatch, HeadRotation, KVPool
-from engine.ops.common.row_memory import empty_with_room
 from engine.plugins.attention.triton_prefill import Float8Part, PrefillPart, PrefillPlanner, shared_memory
 
 if TYPE_CHECKING:
@@ -91,8 +90,7 @@ class PagedKernels:
             key_scale=self._pool.scales[layer].key,
             interleaved=rotation.interleaved,
         )
-        shape = len(qkv), spec.num_heads, spec.head_dim
-        out = empty_with_room(qkv, (shape[0], shape[1] * shape[2])).view(shape)
+        out = torch.empty((len(qkv), spec.num_heads, spec.head_dim), dtype=qkv.dtype, device=qkv.device)
         q = qkv.view(len(qkv), -1, spec.head_dim).narrow(1, 0, spec.num_heads)
         self._decode(layer, q, plan, out, new)
         return out
