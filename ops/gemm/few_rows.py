@@ -58,6 +58,19 @@ def load_blocks(places, block, blocks, stride):
 
 
 @gluon.jit
+def places_in_x(x, rows, inputs, FIELDS: gl.constexpr, WARPS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Arguments of `load_x` for the first block of each warp: `warp`, `column`, `places` and `present`.
+
+    x: [rows, inputs / 2] int32, contiguous. FIELDS: per block. LAYOUT: of [WARPS, SPAN / 2, COLUMNS].
+    """
+    warp = gl.expand_dims(gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))), 1), 2)
+    k = gl.expand_dims(gl.expand_dims(gl.arange(0, SPAN // 2, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
+    m = gl.expand_dims(gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))), 0), 1)
+    column = warp * (FIELDS * SPAN // 2) + k
+    return warp, column, x + (m * (inputs // 2) + column), m < rows
+
+
+@gluon.jit
 def load_x(
     places,
     base,

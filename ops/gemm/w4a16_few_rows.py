@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from engine.ops.common.l1_cache import prefer_l1_cache
 from engine.ops.common.launch import release, wait
-from engine.ops.gemm.few_rows import COLUMNS, left_of, load_blocks, load_x, right_of, store, with_one
+from engine.ops.gemm.few_rows import COLUMNS, left_of, load_blocks, load_x, places_in_x, right_of, store, with_one
 from engine.ops.gemm.persistent_w4a16 import FIELDS, SPAN, half_of, row_of_lane
 
 
@@ -153,12 +153,7 @@ def w4a16_few_rows_kernel(
         several = _load_entries(entry_places, scale_warp + number * WARPS, blocks, weight_rows, ENTRIES)
         entries = entries + (several,)  # type: ignore[assignment]  # noqa: RUF005
 
-    x_warp = gl.expand_dims(gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, X))), 1), 2)
-    k = gl.expand_dims(gl.expand_dims(gl.arange(0, SPAN // 2, gl.SliceLayout(0, gl.SliceLayout(2, X))), 0), 2)
-    m = gl.expand_dims(gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, X))), 0), 1)
-    column = x_warp * (FIELDS * SPAN // 2) + k
-    x_places = x + (m * (inputs // 2) + column)
-    present = m < rows
+    x_warp, column, x_places, present = places_in_x(x, rows, inputs, FIELDS, WARPS, X)
     none = gl.zeros([WARPS, TILE, COLUMNS], gl.float32, MMA)
     total = none
     wait(PDL)

@@ -18,6 +18,7 @@ from engine.ops.gemm.few_rows import (
     left_of,
     load_blocks,
     load_x,
+    places_in_x,
     receive_sums,
     right_of,
     send_sums,
@@ -138,12 +139,7 @@ def w8a16_few_rows_kernel(
     lane = gl.arange(0, TILE, gl.SliceLayout(1, gl.SliceLayout(0, MMA)))
     scale = gl.load(scales + row_of_lane(first, lane, weight_rows, EPILOGUE)) * (2.0 ** _exponent(DTYPE, IS_FLOAT8))
 
-    x_warp = gl.expand_dims(gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, X))), 1), 2)
-    k = gl.expand_dims(gl.expand_dims(gl.arange(0, SPAN // 2, gl.SliceLayout(0, gl.SliceLayout(2, X))), 0), 2)
-    m = gl.expand_dims(gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, X))), 0), 1)
-    column = x_warp * (FIELDS * SPAN // 2) + k
-    x_places = x + (m * (inputs // 2) + column)
-    present = m < rows
+    x_warp, column, x_places, present = places_in_x(x, rows, inputs, FIELDS, WARPS, X)
     total = gl.zeros([WARPS, TILE, COLUMNS], gl.float32, MMA)
     wait(PDL)
     coming = ()
