@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 ALL_RECORDED = 64
 """Up to this batch size of a decode step, every size may have kernels of its own."""
-ALL_COUNTS_RECORDED = 1024
-"""As ALL_RECORDED, for the number of tokens of a step with prefill chunks: GEMMs of up to about as many rows have tiles
+ALL_COUNTS_RECORDED = 256
+"""As ALL_RECORDED, for the number of tokens of a step with prefill chunks."""
+ALL_COUNTS_OF_TUNED_RECORDED = 1024
+"""The same where GEMMs of more than ALL_COUNTS_RECORDED rows are autotuned: up to about as many rows they have tiles
 that fill waves of programs."""
 MIN_GRAPH_TOKENS = 1024
 """Steps of up to this many tokens have piecewise graphs on every device."""
@@ -69,6 +71,12 @@ def extra_graph_memory(max_graph_tokens: int, step_tokens: int) -> float:
     All graphs together take the memory of the largest.
     """
     return max(max_graph_tokens - MIN_GRAPH_TOKENS, 0) / step_tokens
+
+
+def all_counts_recorded(row_classes: Iterable[int]) -> int:
+    """Number of tokens up to which every size may have kernels of its own. row_classes: of the autotuned GEMMs."""
+    is_tuned = max(row_classes, default=0) > ALL_COUNTS_RECORDED
+    return ALL_COUNTS_OF_TUNED_RECORDED if is_tuned else ALL_COUNTS_RECORDED
 
 
 def recorded_sizes(sizes: Sequence[int], all_up_to: int) -> list[int]:

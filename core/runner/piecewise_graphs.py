@@ -16,7 +16,7 @@ from attrs import define, evolve
 
 from engine.core.attention.batch import ForwardBatch
 from engine.core.runner.graph_capture import weak_ref_tensor
-from engine.core.runner.graph_sizes import ALL_COUNTS_RECORDED, recorded_sizes, token_counts
+from engine.core.runner.graph_sizes import recorded_sizes, token_counts
 
 if TYPE_CHECKING:
     from engine.core.models.forward_pass import ForwardPass
@@ -151,9 +151,12 @@ class PiecewiseGraphs:
         with within:
             self._forward(run, [], on_break)
 
-    def run_all_without_graphs(self) -> None:
-        """Run the kernels of all graphs once, one by one, for padding tokens, without attention, the largest first."""
-        for count in reversed(recorded_sizes(self._counts, ALL_COUNTS_RECORDED)):
+    def run_all_without_graphs(self, all_up_to: int) -> None:
+        """Run the kernels of all graphs once, one by one, for padding tokens, without attention, the largest first.
+
+        all_up_to: number of tokens up to which every graph may have kernels of its own.
+        """
+        for count in reversed(recorded_sizes(self._counts, all_up_to)):
             self.run_without_graphs(count, nullcontext(), lambda: None)
 
     def _capture(self, count: int) -> _CapturedStep:

@@ -43,7 +43,7 @@ from engine.core.quant.base import QuantMethod
 from engine.core.quant.float8 import KVScales
 from engine.core.runner.device_state import DeviceState, GroupState
 from engine.core.runner.first_uses import FirstUses
-from engine.core.runner.graph_sizes import MIN_GRAPH_TOKENS, extra_graph_memory
+from engine.core.runner.graph_sizes import MIN_GRAPH_TOKENS, all_counts_recorded, extra_graph_memory
 from engine.core.runner.memory import (
     MemoryPlan,
     estimate_activations,
@@ -289,6 +289,8 @@ class RunnerStart:
         In the order in which the start needs them, so that it can go on while others are compiled. Only the prompts of
         the rehearsal come earlier, since kernels of attention take longest to compile.
         """
+        from engine.core.autotune.tuner import collect_tasks
+
         state = self._make_state(model, self._trial.num_blocks, kv_scales)
         launcher = self._trial.run_untimed(state)
         tokens = self._trial.tokens
@@ -302,7 +304,8 @@ class RunnerStart:
         if graphs.decode is not None:
             graphs.decode.run_without_graphs()
         if graphs.piecewise is not None:
-            graphs.piecewise.run_all_without_graphs()
+            tasks = [task for factory in self.factories for task in collect_tasks(factory)]
+            graphs.piecewise.run_all_without_graphs(all_counts_recorded(task.rows for task in tasks))
         self._warm_up(state)
 
     def _plan_memory(self, free: int, weights: int, activations: int, kernels: int) -> MemoryPlan:

@@ -7,6 +7,7 @@ import pytest
 from engine.core.runner.graph_sizes import (
     ALL_RECORDED,
     MIN_GRAPH_TOKENS,
+    all_counts_recorded,
     batch_sizes,
     extra_graph_memory,
     find_max_graph_tokens,
@@ -70,3 +71,9 @@ def test_recorded_sizes_are_the_small_the_powers_of_two_and_the_largest() -> Non
     assert recorded == [*(size for size in sizes if size <= 64), 128, 256, 512, 1000]
     assert recorded_sizes([3], ALL_RECORDED) == [3]
     assert recorded_sizes(token_counts(3000), MIN_GRAPH_TOKENS) == [*token_counts(1024), 2048, 3000]
+
+
+def test_more_numbers_of_tokens_have_kernels_of_their_own_where_large_gemms_are_autotuned() -> None:
+    assert all_counts_recorded([]) == 256
+    assert all_counts_recorded([1, 64, 128]) == 256
+    assert all_counts_recorded([4096, 64]) == 1024
