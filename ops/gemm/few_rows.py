@@ -5,6 +5,7 @@ See w4a16_few_rows.py.
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -15,12 +16,6 @@ from engine.ops.gemm.skinny import GATED
 
 COLUMNS = gl.constexpr(8)
 """Rows of x, at most."""
-
-
-@gluon.constexpr_function
-def power_of_two(number):
-    """The least power of two that is not less. number: at least 1."""
-    return 1 << (number - 1).bit_length()
 
 
 @gluon.jit
@@ -122,7 +117,7 @@ def receive_sums(buffer, ROWS: gl.constexpr, OTHERS: gl.constexpr, LAYOUT: gl.co
     # No two threads poll the same place: one might see it EMPTY again.
     ROW_WARPS: gl.constexpr = min(gl.num_warps(), ROWS // 4)
     DEEP_WARPS: gl.constexpr = gl.num_warps() // ROW_WARPS
-    POLLED: gl.constexpr = max(power_of_two(OTHERS), DEEP_WARPS)
+    POLLED: gl.constexpr = max(triton.next_power_of_2(OTHERS), DEEP_WARPS)
     DEEP: gl.constexpr = gl.BlockedLayout(
         [POLLED // DEEP_WARPS, 1, 1], [1, 4, 8], [DEEP_WARPS, ROW_WARPS, 1], [2, 1, 0]
     )
