@@ -25,14 +25,17 @@ from attrs import evolve
 from sweep_cases import LINEAR_KINDS, LinearCase, LinearShape, Space, draw
 from sweep_linears import Layer, LinearSweep
 from sweep_timing import make_timer, run_in_threads, runs
+from triton.errors import TritonError
 
 from engine.core.autotune import TuningTask, group_calls, measure, pick_fastest
+from engine.core.errors import EngineError
 from engine.ops.common.launch import num_sms
-from engine.ops.gemm.persistent_tile import PersistentTile
+from engine.ops.gemm.persistent_tile import SIZES, PersistentTile
 from engine.ops.gemm.scaled_matmul import W8A8Tile
 from engine.ops.gemm.weight_only_tiles import WeightOnlyTile, fits_workspace
 from engine.ops.norm.rms_norm import add_rms_norm
 from engine.ops.norm.rms_norm_quantize import add_rms_norm_quantize
+from engine.plugins.quant import w8a8_waves
 
 ROWS = {
     "fp8": (288, 320, 384, 448, 512, 576, 640, 768, 896, 1043, 1152, 1280, 1408, 1536, 1700, 2048, 2432, 3072),
@@ -46,15 +49,10 @@ SHAPES_4BIT = (
     "gated:11776x1280", "gated:12288x2048", "4096x4096", "6144x4096", "gated:28672x4096", "4096x14336", "2560x9728",
     "1024x2048", "gated:6144x1024", "2368x11008",
 )  # fmt: skip
-W8_SIZES = (
-    (64, 32, 4, 8, 256), (64, 64, 4, 6, 256), (64, 128, 4, 8, 128), (64, 256, 4, 5, 128), (128, 64, 4, 8, 128),
-    (128, 128, 8, 6, 128), (128, 256, 8, 4, 128), (256, 128, 8, 3, 128),
-)  # fmt: skip
-W8_TILES = tuple(
-    W8A8Tile(rows=rows, outputs=outputs, warps=warps, stages=stages, block_k=block_k, persistent=True)
-    for rows, outputs, warps, stages, block_k in W8_SIZES
+W8_TILES = (
+    W8A8Tile(rows=64, outputs=32, warps=4, stages=8, block_k=256, persistent=True),
+    *w8a8_waves.TIMES,
 )
-W4_SIZES = ((128, 64), (256, 64), (128, 128), (256, 128), (128, 160), (128, 192), (128, 256))
 MAX_WAVES = 12
 """Tiles with more waves than this are left out."""
 MAX_SECONDS = 250e-6
@@ -103,14 +101,13 @@ def w8_tiles(rows: int, outputs: int, sms: int) -> Iterable[Any]:
 
 def w4_tiles(rows: int, shape: Any, sms: int) -> Iterable[Any]:
     """The persistent tiles of a weight-only GEMM: with splits, or tiles that programs share or do not share."""
-    for tile_rows, columns in W4_SIZES:
-        tile = PersistentTile(rows=tile_rows, columns=columns)
+    for tile in SIZES:
         tiles = tile.tiles(shape.weight_rows, rows)
-        if tiles > MAX_WAVES * sms or columns >= max(2 * rows, 128):
+        if tiles > MAX_WAVES * sms or tile.columns >= max(2 * rows, 128):
             continue
         yield tile
         programs = tile.programs(shape.weight_rows, shape.blocks, rows, sms)
-        for other in (kind(rows=tile_rows, columns=columns) for kind in (SharedTile, EvenTile)):
+        for other in (kind(rows=tile.rows, columns=tile.columns) for kind in (SharedTile, EvenTile)):
             number = other.programs(shape.weight_rows, shape.blocks, rows, sms)
             if number != programs and 3 * number > sms and tiles // number <= -(-tiles // sms):
                 yield other
@@ -190,15 +187,17 @@ class Ways:
             return tile.tiles(self.shape.outputs, rows) / sms
         return 0.0
 
-    def check(self, rows: int) -> None:
-        """Compare the results of all tiles with those of the library or the first one."""
+    def check(self, rows: int) -> list[str]:
+        """Compare the results of all tiles with those of the library or the first one. Returns which are wrong."""
+        wrong = []
         tiles = self.tiles(rows)
         results = {str(tile): self.calls(tile, rows)[0]().float() for tile in tiles}
         exact = results.get("None", next(iter(results.values())))
         for name, result in results.items():
             error = float((result - exact).norm() / exact.norm())
             if not error < 0.02 or (self.kind == "int8" and not torch.equal(result, exact)):
-                print(f"WRONG {self.kind} {self.shape} {rows} rows {name}: {error:.4f}", flush=True)
+                wrong.append(f"{self.kind} {self.shape}, {rows} rows, {name}: wrong by {error:.4f}")
+        return wrong
 
 
 def parse_shape(text: str) -> LinearShape:
@@ -232,6 +231,7 @@ def main() -> None:
     device, begin = torch.device(options.device), time.perf_counter()
     timer = make_timer(device)
     found: dict[str, dict[str, float]] = {}
+    failures: list[str] = []
     for place, kind in enumerate(options.kinds, 1):
         deadline = options.limit * place / len(options.kinds)
         shapes = shapes_of(kind, options)
@@ -245,18 +245,20 @@ def main() -> None:
             try:
                 sweep = LinearSweep(kind, str(device), "bfloat16", timer, [case])
                 ways = Ways(kind, shape, sweep._layers[shape])
-                measure_shape(ways, rows_of, timer, found, compiled)
-            except Exception as error:
-                print(f"{kind} {shape} FAILED: {type(error).__name__}: {error}", flush=True)
+                failures += measure_shape(ways, rows_of, timer, found, compiled)
+            except (EngineError, TritonError, RuntimeError) as error:  # other shapes may still run
+                failures.append(f"{kind} {shape}: {type(error).__name__}: {error}")
             print(f"  {time.perf_counter() - begin:.1f} s", flush=True)
             if options.json:
                 options.json.write_text(json.dumps(found, indent=0))
+    if failures:
+        raise SystemExit("error: these failed or are wrong:\n" + "\n".join(failures))
 
 
 def measure_shape(
     ways: Ways, wanted: Sequence[int], timer: Any, found: dict[str, dict[str, float]], compiled: set[tuple[str, bool]]
-) -> None:
-    """Tune the layer's classes, check its tiles, and time them at the wanted numbers of rows."""
+) -> list[str]:
+    """Tune the layer's classes, check its tiles, and time them at the wanted numbers of rows. Returns what is wrong."""
     shape, kind = ways.shape, ways.kind
     for task, timings in zip(ways.tasks, measure(ways.tasks, timer), strict=True):
         best, _ = pick_fastest(task, timings)
@@ -269,7 +271,7 @@ def measure_shape(
     new = {(str(tile), bool(shape.gated)): (tile, rows) for rows in rows_of for tile in ways.tiles(rows)}
     run_in_threads([ways.calls(tile, rows)[0] for name, (tile, rows) in new.items() if name not in compiled])
     compiled |= set(new)
-    ways.check(rows_of[len(rows_of) // 2] - 3)
+    wrong = ways.check(rows_of[len(rows_of) // 2] - 3)
     for rows in rows_of:
         tiles = ways.tiles(rows)
         times: dict[str, float] = {}
@@ -285,6 +287,7 @@ def measure_shape(
         regret = chosen / times[order[0]]
         print(f"{kind} {shape} {rows:5d} {regret:.3f} {_short(str(tiles[0]))} {chosen:.1f} | {listed}")
         found[f"{kind} {shape} {rows}"] = {"chosen": round(chosen, 2), **{one: round(times[one], 2) for one in order}}
+    return wrong
 
 
 def _short(name: str) -> str:
