@@ -66,6 +66,22 @@ QWEN3_SMALL: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
+LLAMA_1B: dict[str, Any] = LLAMA_8B | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "rope_scaling": LLAMA_8B["rope_scaling"] | {"factor": 32.0},
+    "tie_word_embeddings": True,
+}
+
+QWEN3_4B: dict[str, Any] = QWEN3_SMALL | {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+}
+
 QWEN3_MOE: dict[str, Any] = QWEN3_SMALL | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -266,12 +282,14 @@ W4A16: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN3_SMALL,
     "qwen3-0.6b-w4a16": QWEN3_SMALL | {"quantization_config": W4A16},
+    "qwen3-4b": QWEN3_4B,
     "qwen3-8b": QWEN3_8B,
     "qwen3-30b-a3b": QWEN3_MOE,
     "gemma-2-9b": GEMMA2_9B,
     "gemma-3-12b": GEMMA3_12B,
     "gpt-oss-20b": GPT_OSS,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
+    "llama-3.2-1b": LLAMA_1B,
     "llama-3.1-8b": LLAMA_8B,
     "llama-3.1-8b-w4a16": LLAMA_8B | {"quantization_config": W4A16},
     "tiny": TINY,

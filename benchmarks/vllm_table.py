@@ -6,6 +6,7 @@ Writes benchmarks/results/PREFIX-MODEL-QUANT.json for each case; `make docs` mak
 prompts, greedy, ignore_eos; context 4096, 0.85 of the memory, no prefix cache, at most 256 running. Decode steps: 128
 in, the time of 129 tokens less that of one, the better of two runs each, over 128. Prefill: 16 prompts of 2048, the
 better of two. Throughput: one run each of 1000 requests of 512 in and 256 out, and of 256 with both from 100 to 1024.
+Llama-3.2-1B and Qwen3-4B have other batches and one more load, as vLLM had when it was measured with them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ REFERENCED = {
     "llama-3.1-8b:fp8": "llama-3.1-8b",
     "llama-3.1-8b:int8": "llama-3.1-8b",
     "llama-3.1-8b:w4a16": "llama-3.1-8b-w4a16",
+    "llama-3.2-1b:none": "llama-3.2-1b",
+    "qwen3-4b:none": "qwen3-4b",
+    "qwen3-4b:fp8": "qwen3-4b",
 }
 """MODEL:QUANT, as in the result's name -> name in models.py. A w4a16 model's config.json says how it is quantized."""
 CASES = REFERENCED | {
@@ -36,6 +40,12 @@ CASES = REFERENCED | {
 """The same, and cases in which vLLM and SGLang were not measured."""
 ONLINE = ("fp8", "int8")
 """QUANT of cases that are quantized while loading, by the plugin of this name."""
+LATER = ("llama-3.2-1b:none", "qwen3-4b:none", "qwen3-4b:fp8")
+"""Cases in which vLLM was measured with LATER_BATCHES and LATER_LOADS."""
+BATCHES = (1, 8, 32, 64, 128, 256)
+LATER_BATCHES = (1, 96, 256)
+LATER_LOADS = ((1000, (300, 300), (200, 200)),)
+"""(Requests, prompt tokens, output tokens), measured after the loads of all cases."""
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -60,14 +70,18 @@ def run_case(case: str, file: Path, given: list[str], *, small: bool) -> None:
         overrides["quant.name"] = quant
     overrides |= {"cache.memory": "32MiB"} if small else {"cache.memory_fraction": 0.85}
     overrides |= dict(text.split("=", 1) for text in given)
-    batches, prefill = ((1, 2), (2, 64)) if small else ((1, 8, 32, 64, 128, 256), (16, 2048))
-    shapes = [(4, (8, 8), (4, 4))] if small else list(throughput.PRESETS.values())
+    later = case in LATER
+    batches, prefill, loads = LATER_BATCHES if later else BATCHES, (16, 2048), [*throughput.PRESETS.values()]
+    if later:
+        loads += LATER_LOADS
+    if small:
+        batches, prefill, loads = (1, 2), (2, 64), [(4, (8, 8), (4, 4))]
     with tempfile.TemporaryDirectory() as directory:
         overrides["model.path"] = str(write_model(Path(directory), "tiny" if small else CASES[case]))
         with opened(load_config(overrides=overrides).config) as engine:
             ready = time.perf_counter() - begun
             measured = latency.measure(engine, batches, steps=16 if small else 128, prefill=prefill)
-            results = [throughput.measure(engine, make_load(*shape), 1) for shape in shapes]
+            results = [throughput.measure(engine, make_load(*shape), 1) for shape in loads]
     roofline = measured_roofline(engine, None, None)
     if roofline is not None:
         most = engine.config.scheduler.max_running

@@ -68,12 +68,20 @@ def test_an_unknown_case_is_refused() -> None:
     assert "qwen3-0.6b:none" in done.stderr
 
 
-def test_the_references_name_the_workloads_as_they_are_measured(references: Any) -> None:
+def test_the_references_name_the_workloads_as_they_are_measured(
+    references: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from engine.cli.bench.load import make_load
 
-    names = {make_load(*shape).name for shape in PRESETS.values()}
-    for model in references["models"].values():
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from vllm_table import BATCHES, LATER, LATER_BATCHES, LATER_LOADS  # type: ignore[import-not-found]
+
+    for case, model in references["models"].items():
+        loads = [*PRESETS.values(), *(LATER_LOADS if case in LATER else ())]
+        names = {make_load(*shape).name for shape in loads}
         assert {row["case"] for row in model["rows"] if row["metric"] == "output tokens a second"} == names
+        batches = [f"batch {batch}" for batch in (LATER_BATCHES if case in LATER else BATCHES)]
+        assert [row["case"] for row in model["rows"] if row["metric"] == "decode step"] == batches
 
 
 def test_floors_and_goals_follow_from_the_models(references: Any, monkeypatch: pytest.MonkeyPatch) -> None:
