@@ -155,7 +155,7 @@ class Ways:
         row_class = next((size for size in matmul.row_classes if size >= rows), matmul.row_classes[-1])
         if row_class in matmul._chosen:
             found.append(matmul._chosen[row_class])
-        return list(dict.fromkeys([*found, None] if matmul.has_scaled_mm else found))
+        return list(dict.fromkeys([*found, None] if matmul.shape.has_scaled_mm else found))
 
     def calls(self, tile: Any, rows: int) -> Sequence[Callable[[], torch.Tensor]]:
         """Norm and product, a call per copy of the weights."""

@@ -37,7 +37,7 @@ from engine.ops.gemm import transposed_launch
 from engine.ops.gemm.scaled_matmul import W8A8Tile, compile_matmul, matmul
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.ops.gemm.transposed_launch import TransposedTile
-from engine.plugins.quant import w8a8_matmul
+from engine.plugins.quant import w8a8_shape
 from engine.plugins.quant.w8a8_matmul import W8A8Matmul
 from engine.plugins.quant.w8a8_tiles import ONE_WAVE_ROWS, PERSISTENT_CLASS, TRANSPOSED_TILES, one_wave_tile
 
@@ -61,7 +61,7 @@ def new_tiles(rows: int) -> list[TransposedTile]:
 
 def present_tiles(codes: W8A8Matmul) -> list[Any]:
     """The other candidates for 256 rows. None: torch's kernel."""
-    return [tile for tile in codes.candidates(256) if not isinstance(tile, TransposedTile)]
+    return [tile for tile in codes.shape.candidates(256) if not isinstance(tile, TransposedTile)]
 
 
 def old_tile(rows: int, outputs: int, choice: Any) -> Any:
@@ -280,7 +280,7 @@ class Bench:
 
 def tuned(chain: Chain, timer: GraphTimer, new: Mapping[int, Any]) -> list[dict[int, Any]]:
     """What the layers of a chain choose for the row classes of 192 and 256. new: candidates that W8A8Matmul adds."""
-    w8a8_matmul.TRANSPOSED_TILES = dict(new)
+    w8a8_shape.TRANSPOSED_TILES = dict(new)
     tasks = [task for task in collect_tasks(chain.layers) if task.rows in (PERSISTENT_CLASS, 256)]
     with tempfile.TemporaryDirectory() as directory:
         tune_tasks(tasks, TuningCache(Path(directory), describe_machine(DEVICE)), timer)

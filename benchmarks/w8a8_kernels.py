@@ -69,7 +69,7 @@ class Product:
         outputs, inputs = self.weights[0].shape
         multiplier = W8A8Matmul(self.workspace, self.x.dtype, outputs, inputs, torch.bfloat16)
         rows = next((most for most in ROW_CLASSES if most >= self.x.shape[0]), ROW_CLASSES[-1])
-        return [tile for tile in multiplier.candidates(rows) if tile is not None]
+        return [tile for tile in multiplier.shape.candidates(rows) if tile is not None]
 
     def by_tile(self, tile: W8A8Tile) -> Call:
         """By our kernel."""

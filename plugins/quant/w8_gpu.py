@@ -119,7 +119,7 @@ class W8GpuKernel(W8Kernel):
     @property
     def w8a16_max_rows(self) -> int:
         """Up to this many rows activations are not quantized, where those of more rows are."""
-        return W8A16_MAX_ROWS_WGMMA if self._w8a8.persistent else W8A16_MAX_ROWS
+        return W8A16_MAX_ROWS_WGMMA if self._w8a8.shape.persistent else W8A16_MAX_ROWS
 
     def _is_w8a8(self, rows: int) -> bool:
         """Whether activations of this many rows are quantized, if they are not float32."""

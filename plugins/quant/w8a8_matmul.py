@@ -1,58 +1,32 @@
-"""W8A8 GEMM of one layer: candidates, and the choice between our kernels and torch's."""
+"""W8A8 GEMM of one layer, by our kernels or by torch's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 
 import torch
 import torch.nn.functional as F
-from attrs import evolve
 
 from engine.core.quant import FLOAT8_CAPABILITY, Activation
-from engine.ops.activation.quantize_rows import BLOCK, PER_ROW, Scaling, empty_quantized, quantize_rows
-from engine.ops.common.launch import has_capability, has_wgmma, num_sms, shared_memory
+from engine.ops.activation.quantize_rows import PER_ROW, Scaling, empty_quantized, quantize_rows
+from engine.ops.common.launch import has_capability
 from engine.ops.gemm.persistent_matmul import ALIGNMENT
 from engine.ops.gemm.scaled_matmul import W8A8Tile, compile_matmul, gated_matmul, matmul
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.ops.gemm.transposed_launch import TransposedTile, transposed_matmul
-from engine.plugins.quant.w8a8_tiles import (
-    BLOCK_SCALED_SHAPES,
-    LARGE_TILE,
-    MAX_ROWS_ALL_PERSISTENT,
-    MEDIUM_TILES,
-    ONE_WAVE_ROWS,
-    PERSISTENT_CLASS,
-    PERSISTENT_SHAPES,
-    ROW_CLASSES,
-    SHAPES,
-    TRANSPOSED_ROWS,
-    TRANSPOSED_TILES,
-    Tile,
-    matmul_tile,
-    one_wave_tile,
-    split_tiles,
-)
-from engine.plugins.quant.w8a8_waves import tile_by_waves
+from engine.plugins.quant.w8a8_shape import W8A8Shape, tile_for_rows
+from engine.plugins.quant.w8a8_tiles import ONE_WAVE_ROWS, TRANSPOSED_ROWS, Tile
 
 MAX_ROWS_SEPARATE = 512
 """Up to this many rows the activation of a gated layer has a kernel of its own, as smaller tiles are often faster."""
 MAX_ROWS_SEPARATE_LIBRARY = 1024
 """The same where torch's kernel supports the GEMM."""
-MIN_SCALED_MM_TILE = 128 * 128
-"""From this tile size on, torch's float8 kernel is faster than ours."""
 FAST_ACCUMULATION = True
 """Whether torch's float8 kernel may accumulate in the tensor cores only, at lower precision."""
-HOPPER = (9, 0)
-"""From this compute capability on torch._scaled_mm takes a scale per row."""
 INT8_CAPABILITY = (8, 0)
 """From this compute capability on, tensor cores multiply int8."""
-BLOCK_SCALED_CUDA = (12, 9)
-"""From this version of CUDA on, cuBLAS takes scales of blocks, on Hopper."""
 BLOCK_MULTIPLE = 4
 """cuBLAS reads the scales of an output's blocks in steps of this many: there must be memory for whole steps."""
-RESERVED_SHARED = 1024
-"""Bytes of shared memory that the compiler needs besides a tile's stages, for barriers."""
 
 
 class W8A8Matmul:
@@ -74,31 +48,19 @@ class W8A8Matmul:
 
         scale_rows: outputs per scale of a block of W; 0: each output has a scale. scaling: of x; per block if W's is.
         """
-        self.device = device = workspace.device
         self.weight_dtype = weight_dtype
         self.outputs = outputs
         self.inputs = inputs
         self.dtype = dtype
         self.scale_rows = scale_rows
         self.scaling = scaling
-        if scale_rows:
-            torch_can = scale_rows == BLOCK and outputs % BLOCK == 0 and has_block_scaled_mm(device)
-        else:
-            torch_can = outputs % 16 == 0 and has_capability(device, HOPPER)
-        self.has_scaled_mm = weight_dtype != torch.int8 and dtype == torch.bfloat16 and torch_can
-        """Whether torch's kernel supports this GEMM."""
-        self.persistent = not scale_rows and outputs % ALIGNMENT == 0 and has_wgmma(device)
-        """Whether persistent tiles can be used."""
-        self._shared = shared_memory(device) - RESERVED_SHARED
-        self._has_gated = self.persistent and outputs % (2 * ALIGNMENT) == 0
-        self._one_wave = one_wave_tile(outputs, num_sms(device)) if self.persistent else None
-        has_more = self.persistent and self._one_wave is None
-        self.row_classes = tuple(sorted({*ROW_CLASSES, PERSISTENT_CLASS})) if has_more else ROW_CLASSES
+        self.shape = shape = W8A8Shape.on(workspace.device, weight_dtype, outputs, inputs, dtype, scale_rows=scale_rows)
+        self._has_gated = shape.persistent and outputs % (2 * ALIGNMENT) == 0
+        self._one_wave = shape.one_wave
+        self.row_classes = shape.row_classes
         """Row classes that are measured."""
         self._workspace = workspace
         self._chosen: dict[int, Tile] = {}
-        self._by_waves: dict[int, Tile] = {}
-        """The tiles of numbers of rows, as `_tile_by_waves` found them."""
 
     def __call__(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         """Quantize x and multiply: [rows, inputs], contiguous -> [rows, outputs], in x's dtype.
@@ -115,54 +77,8 @@ class W8A8Matmul:
             return self._one_wave
         row_class = next((size for size in self.row_classes if size >= rows), self.row_classes[-1])
         if row_class not in self._chosen:
-            return self.default_tile(rows)
-        if not self.persistent or row_class <= MAX_ROWS_ALL_PERSISTENT:
-            return self._chosen[row_class]
-        if rows not in self._by_waves:
-            self._by_waves[rows] = self._tile_by_waves(rows, row_class)
-        return self._by_waves[rows]
-
-    def _tile_by_waves(self, rows: int, row_class: int) -> Tile:
-        """As `tile`, for a row class with a choice whose other tiles may fill waves better."""
-        chosen = self._chosen[row_class]
-        if isinstance(chosen, TransposedTile):
-            return chosen
-        measured = self.candidates(row_class)
-        return tile_by_waves(chosen, rows, row_class, self.outputs, self.inputs, num_sms(self.device), measured)
-
-    def default_tile(self, rows: int) -> W8A8Tile | None:
-        """The tile used unless another was chosen. None: torch's kernel."""
-        tile = matmul_tile(rows, self.outputs, num_sms(self.device))
-        if self.scale_rows and tile is LARGE_TILE:
-            tile = MEDIUM_TILES[-1]
-        tile = self._fitting(tile)
-        return None if self.has_scaled_mm and tile.rows * tile.outputs >= MIN_SCALED_MM_TILE else tile
-
-    def candidates(self, rows: int) -> list[Tile]:
-        """Tiles to measure for one of `row_classes`, the default first."""
-        found: list[Tile] = [self.default_tile(rows)]
-        split: set[tuple[int, int]] = set()
-        all_persistent = self.persistent and rows <= MAX_ROWS_ALL_PERSISTENT
-        shapes = () if all_persistent else (BLOCK_SCALED_SHAPES if self.scale_rows else SHAPES)[rows]
-        for tile_rows, outputs, warps, stages in shapes:
-            tile = self._fitting(W8A8Tile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages))
-            found.append(tile)
-            if (tile_rows, outputs) not in split:  # once, whatever the stages
-                found += split_tiles(tile, rows, self.outputs, self.inputs, num_sms(self.device))
-            split.add((tile_rows, outputs))
-        for tile_rows, outputs, warps, stages, block_k in PERSISTENT_SHAPES[rows] if self.persistent else ():
-            tile = W8A8Tile(
-                rows=tile_rows, outputs=outputs, warps=warps, stages=stages, block_k=block_k, persistent=True
-            )
-            found += [tile, *split_tiles(tile, rows, self.outputs, self.inputs, num_sms(self.device))]
-        found += TRANSPOSED_TILES.get(rows, ()) if self.persistent else ()
-        return list(dict.fromkeys([*found, None] if self.has_scaled_mm else found))
-
-    def _fitting(self, tile: W8A8Tile) -> W8A8Tile:
-        """The tile with as many stages as a multiprocessor has shared memory for, at most its own."""
-        if tile.shared_memory <= self._shared:
-            return tile
-        return evolve(tile, stages=max(self._shared * tile.stages // tile.shared_memory, 1))
+            return self.shape.default_tile(rows)
+        return tile_for_rows(self.shape, self._chosen[row_class], rows, row_class)
 
     def library_weights(self, scale: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """What torch's kernel needs besides W and `scale`: scales of blocks, padded to a BLOCK_MULTIPLE per output.
@@ -170,7 +86,7 @@ class W8A8Matmul:
         scale: [blocks of outputs, blocks of inputs], contiguous; returned itself where no padding is needed. Empty
         where torch's kernel, or scales of blocks, are not used.
         """
-        if not self.scale_rows or not self.has_scaled_mm:
+        if not self.scale_rows or not self.shape.has_scaled_mm:
             return {}
         lacking = -scale.shape[1] % BLOCK_MULTIPLE
         return {"library_scale": F.pad(scale, (0, lacking)) if lacking else scale}
@@ -178,7 +94,6 @@ class W8A8Matmul:
     def choose(self, rows: int, tile: Tile) -> None:
         """Use a tile for one of `row_classes` from now on. None: torch's kernel."""
         self._chosen[rows] = tile
-        self._by_waves.clear()
 
     def multiply(
         self,
@@ -262,7 +177,7 @@ class W8A8Matmul:
         """Whether `gated` is possible, and faster than `__call__` and the activation after it."""
         if not self._has_gated:
             return False
-        most = MAX_ROWS_SEPARATE_LIBRARY if self.has_scaled_mm else MAX_ROWS_SEPARATE
+        most = MAX_ROWS_SEPARATE_LIBRARY if self.shape.has_scaled_mm else MAX_ROWS_SEPARATE
         return rows > most or (rows in TRANSPOSED_ROWS and isinstance(self.tile(rows), TransposedTile))
 
     def _block_scaled_mm(
@@ -307,13 +222,6 @@ class W8A8Matmul:
         compile_matmul(
             quantized, x_scale, weight, scale, bias, self.dtype, tile, self._workspace, scale_rows=self.scale_rows
         )
-
-
-@cache
-def has_block_scaled_mm(device: torch.device) -> bool:
-    """Whether torch multiplies matrices with scales of blocks on a GPU: by cuBLAS, on Hopper alone."""
-    version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
-    return has_wgmma(device) and version >= BLOCK_SCALED_CUDA and hasattr(F, "scaled_mm")
 
 
 def has_tensor_cores_for(device: torch.device, dtype: torch.dtype) -> bool:

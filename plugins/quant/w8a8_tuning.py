@@ -19,7 +19,7 @@ from engine.ops.gemm import (
     transposed_launch,
     transposed_matmul,
 )
-from engine.plugins.quant import w8a8_matmul, w8a8_tiles
+from engine.plugins.quant import w8a8_matmul, w8a8_shape, w8a8_tiles
 from engine.plugins.quant.w8a8_matmul import W8A8Matmul
 from engine.plugins.quant.w8a8_tiles import Tile
 
@@ -46,7 +46,7 @@ class W8A8Op(AutotunedOp[Tile]):
     def version(self) -> str:
         kernels = (persistent_matmul, quantize_rows, scaled_matmul, specialized_matmul, split_k)
         shared = (gluon_copies, gluon_tiles, launch, stream_k, tile_order)
-        return version_of(*shared, transposed_launch, transposed_matmul, w8a8_matmul, w8a8_tiles, *kernels)
+        return version_of(*shared, transposed_launch, transposed_matmul, w8a8_matmul, w8a8_shape, w8a8_tiles, *kernels)
 
     @property
     def inputs(self) -> int:
@@ -61,7 +61,7 @@ class W8A8Op(AutotunedOp[Tile]):
         return self._matmul.row_classes
 
     def candidates(self, rows: int) -> Sequence[Tile]:
-        return self._matmul.candidates(rows)
+        return self._matmul.shape.candidates(rows)
 
     def name(self, candidate: Tile) -> str:
         return "library" if candidate is None else str(candidate)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.ops.common import launch
-from engine.plugins.quant import w8a8_matmul
+from engine.plugins.quant import w8a8_matmul, w8a8_shape
 
 GPU = torch.device("cuda", 15)
 INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
@@ -19,7 +19,7 @@ CACHED = (
     launch.has_tma,
     launch.dependent_launch,
     launch.has_wgmma,
-    w8a8_matmul.has_block_scaled_mm,
+    w8a8_shape.has_block_scaled_mm,
 )
 
 
@@ -46,7 +46,7 @@ def features(device: torch.device) -> Any:
         "wgmma": launch.has_wgmma(device),
         "int8": w8a8_matmul.has_tensor_cores_for(device, INT8),
         "float8": w8a8_matmul.has_tensor_cores_for(device, FLOAT8),
-        "block-scaled library": w8a8_matmul.has_block_scaled_mm(device),
+        "block-scaled library": w8a8_shape.has_block_scaled_mm(device),
     }
 
 
@@ -74,7 +74,7 @@ def test_a_rocm_gpu_has_no_feature_of_hopper(gpu: Any) -> None:
 
 def test_block_scaled_library_needs_a_new_cuda(gpu: Any) -> None:
     gpu((9, 0), cuda="12.8")
-    assert not w8a8_matmul.has_block_scaled_mm(GPU)
+    assert not w8a8_shape.has_block_scaled_mm(GPU)
 
 
 def test_kernels_of_many_rows_are_not_launched_early(gpu: Any) -> None:

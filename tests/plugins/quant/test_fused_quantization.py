@@ -23,6 +23,8 @@ from engine.plugins.quant import (
     fused_quantization,
     w8_gpu,
     w8a8_matmul,
+    w8a8_shape,
+    w8a8_tiles,
 )
 from engine.plugins.quant.fp8 import Fp8
 from engine.plugins.quant.int8 import Int8
@@ -129,7 +131,7 @@ def test_gating_is_fused_into_the_product_for_many_rows(
     def gated_matmul(*given: Any) -> torch.Tensor:
         launched.append("gated_matmul")
         *codes, activation = given
-        tile = w8a8_matmul.MEDIUM_TILES[0]
+        tile = w8a8_tiles.MEDIUM_TILES[0]
         return act_and_mul(scaled_matmul.matmul(*codes, tile, Workspace(DEVICE)), activation)
 
     w8a16_up_to(2, monkeypatch)
@@ -155,8 +157,8 @@ def test_which_rows_fuse_gating(monkeypatch: pytest.MonkeyPatch) -> None:
     """More where torch's kernel is the alternative; none without wgmma, or where rows of the result are not aligned."""
 
     def rows(outputs: int, dtype: torch.dtype, *, wgmma: bool = True, scale_rows: int = 0) -> list[int]:
-        monkeypatch.setattr(w8a8_matmul, "has_wgmma", lambda device: wgmma)
-        monkeypatch.setattr(w8a8_matmul, "has_capability", lambda device, least: wgmma)
+        monkeypatch.setattr(w8a8_shape, "has_wgmma", lambda device: wgmma)
+        monkeypatch.setattr(w8a8_shape, "has_capability", lambda device, least: wgmma)
         workspace = Workspace(DEVICE)
         matmul = w8a8_matmul.W8A8Matmul(workspace, dtype, outputs, 128, torch.bfloat16, scale_rows=scale_rows)
         return [number for number in (33, 512, 513, 1024, 1025) if matmul.fuses_gating(number)]

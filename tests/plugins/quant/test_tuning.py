@@ -26,7 +26,7 @@ from engine.ops.gemm.weight_only_candidates import (
     PERSISTENT_CLASSES,
 )
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
-from engine.plugins.quant import w8a8_matmul
+from engine.plugins.quant import w8a8_matmul, w8a8_shape
 from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel, WeightOnlyMatmuls
 from engine.plugins.quant.w8_gpu import (
@@ -118,7 +118,7 @@ def test_the_number_of_rows_alone_decides_between_w8a16_and_w8a8(multiplier: Any
 def test_fewer_rows_are_w8a8_where_it_has_persistent_tiles(multiplier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with scales of blocks, and not on GPUs without wgmma, where that has not been measured."""
     for wgmma in (True, False):
-        monkeypatch.setattr(w8a8_matmul, "has_wgmma", lambda device, wgmma=wgmma: wgmma)
+        monkeypatch.setattr(w8a8_shape, "has_wgmma", lambda device, wgmma=wgmma: wgmma)
         for granularity in ("channel", "block"):
             kernel = w8_kernel(multiplier, "token", kind="fp8", granularity=granularity)
             most = W8A16_MAX_ROWS_WGMMA if wgmma and granularity == "channel" else W8A16_MAX_ROWS
@@ -197,8 +197,8 @@ def test_packed_weights_are_multiplied_by_the_chosen_tile(taken: Any) -> None:
 def test_w8a8_candidates_are_few_and_begin_with_the_default(
     outputs: int, has_scaled_mm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(w8a8_matmul, "has_capability", lambda device, least: has_scaled_mm)
-    monkeypatch.setattr(w8a8_matmul, "num_sms", lambda device: 132)
+    monkeypatch.setattr(w8a8_shape, "has_capability", lambda device, least: has_scaled_mm)
+    monkeypatch.setattr(w8a8_shape, "num_sms", lambda device: 132)
     workspace = Workspace(torch.device("cpu"))
     codes = W8A8Matmul(workspace, torch.float8_e4m3fn, outputs, 4096, torch.bfloat16)
     op = W8A8Op(codes, static=False)
@@ -208,7 +208,7 @@ def test_w8a8_candidates_are_few_and_begin_with_the_default(
         assert len({op.name(tile) for tile in found}) == len(found) <= MOST_CANDIDATES
         assert (None in found) == has_scaled_mm
     other = W8A8Matmul(workspace, torch.int8, outputs, 4096, torch.bfloat16)
-    assert not other.has_scaled_mm
+    assert not other.shape.has_scaled_mm
 
 
 @pytest.mark.parametrize(
@@ -219,11 +219,11 @@ def test_rows_that_fill_three_tiles_have_a_tile_of_one_wave(
     outputs: int, tile_outputs: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever was chosen for 256 rows, and where persistent tiles can be used only."""
-    monkeypatch.setattr(w8a8_matmul, "num_sms", lambda device: 132)
+    monkeypatch.setattr(w8a8_shape, "num_sms", lambda device: 132)
     for wgmma in (True, False):
-        monkeypatch.setattr(w8a8_matmul, "has_wgmma", lambda device, wgmma=wgmma: wgmma)
+        monkeypatch.setattr(w8a8_shape, "has_wgmma", lambda device, wgmma=wgmma: wgmma)
         codes = W8A8Matmul(Workspace(torch.device("cpu")), torch.int8, outputs, 4096, torch.bfloat16)
-        chosen = w8a8_matmul.LARGE_TILE
+        chosen = w8a8_shape.LARGE_TILE
         for rows in codes.row_classes:
             codes.choose(rows, chosen)
         assert [codes.tile(rows) for rows in (128, 193, 256)] == [chosen] * 3
@@ -242,14 +242,14 @@ def test_gated_layers_activate_in_transposed_products(
     rows: int, row_class: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where such a tile is chosen for the row class, which is measured with wgmma only."""
-    monkeypatch.setattr(w8a8_matmul, "num_sms", lambda device: 132)
+    monkeypatch.setattr(w8a8_shape, "num_sms", lambda device: 132)
     for wgmma in (True, False):
-        monkeypatch.setattr(w8a8_matmul, "has_wgmma", lambda device, wgmma=wgmma: wgmma)
+        monkeypatch.setattr(w8a8_shape, "has_wgmma", lambda device, wgmma=wgmma: wgmma)
         codes = W8A8Matmul(Workspace(torch.device("cpu")), torch.int8, 28672, 4096, torch.bfloat16)
         assert (PERSISTENT_CLASS in codes.row_classes) == wgmma
         for size in codes.row_classes:
-            assert codes.candidates(size)[0] == codes.default_tile(size)
-            transposed = [tile for tile in codes.candidates(size) if isinstance(tile, TransposedTile)]
+            assert codes.shape.candidates(size)[0] == codes.shape.default_tile(size)
+            transposed = [tile for tile in codes.shape.candidates(size) if isinstance(tile, TransposedTile)]
             assert transposed == list(TRANSPOSED_TILES.get(size, ()) if wgmma else ())
             if wgmma and size == row_class:
                 assert not codes.fuses_gating(rows)
@@ -265,16 +265,16 @@ def test_gated_layers_activate_in_transposed_products(
 def test_w8a8_candidates_fit_the_shared_memory_and_registers(
     shared: int, scale_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(w8a8_matmul, "num_sms", lambda device: 132)
-    monkeypatch.setattr(w8a8_matmul, "shared_memory", lambda device: shared)
+    monkeypatch.setattr(w8a8_shape, "num_sms", lambda device: 132)
+    monkeypatch.setattr(w8a8_shape, "shared_memory", lambda device: shared)
     scaling = Scaling(per_block=scale_rows > 0)
     workspace = Workspace(torch.device("cpu"))
     codes = W8A8Matmul(
         workspace, torch.float8_e4m3fn, 4096, 4096, torch.bfloat16, scale_rows=scale_rows, scaling=scaling
     )
     for rows in ROW_CLASSES:
-        tiles = codes.candidates(rows)
-        assert tiles[0] == codes.default_tile(rows)
+        tiles = codes.shape.candidates(rows)
+        assert tiles[0] == codes.shape.default_tile(rows)
         assert len(tiles) > 1
         for tile in tiles:
             assert tile is not None

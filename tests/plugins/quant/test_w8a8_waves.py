@@ -11,7 +11,7 @@ from attrs import evolve
 
 from engine.ops.gemm.scaled_matmul import GATED_TILE, W8A8Tile
 from engine.ops.gemm.skinny_launch import Workspace
-from engine.plugins.quant import w8a8_matmul
+from engine.plugins.quant import w8a8_shape
 from engine.plugins.quant.w8a8_matmul import W8A8Matmul
 from engine.plugins.quant.w8a8_tiles import PERSISTENT_SHAPES, ROW_CLASSES
 from engine.plugins.quant.w8a8_waves import LARGE_TILE, SIZES, SQUARE_TILE, TIMES, predicted_time, tile_by_waves
@@ -84,10 +84,10 @@ def test_the_time_grows_with_rows_and_inputs() -> None:
 
 
 def test_only_row_classes_of_more_than_256_rows_are_subject_to_waves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(w8a8_matmul, "num_sms", lambda device: SMS)
-    monkeypatch.setattr(w8a8_matmul, "has_wgmma", lambda device: True)
+    monkeypatch.setattr(w8a8_shape, "num_sms", lambda device: SMS)
+    monkeypatch.setattr(w8a8_shape, "has_wgmma", lambda device: True)
     codes = W8A8Matmul(Workspace(torch.device("cpu")), torch.int8, 6144, 4096, torch.bfloat16)
-    assert codes.tile(300) == codes.default_tile(300)
+    assert codes.tile(300) == codes.shape.default_tile(300)
     for rows in codes.row_classes:
         codes.choose(rows, GATED_TILE)
     assert codes.tile(250) == GATED_TILE
@@ -96,3 +96,29 @@ def test_only_row_classes_of_more_than_256_rows_are_subject_to_waves(monkeypatch
     assert codes.tile(768) == SQUARE_TILE
     codes.choose(ROW_CLASSES[-1], None)
     assert codes.tile(8192) is None
+
+
+def test_layers_of_one_shape_compute_the_tile_of_a_number_of_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(w8a8_shape, "num_sms", lambda device: SMS)
+    monkeypatch.setattr(w8a8_shape, "has_wgmma", lambda device: True)
+    computed: list[int] = []
+    by_waves = w8a8_shape.tile_by_waves
+
+    def noted(chosen: Any, rows: int, *given: Any) -> Any:
+        computed.append(rows)
+        return by_waves(chosen, rows, *given)
+
+    monkeypatch.setattr(w8a8_shape, "tile_by_waves", noted)
+    w8a8_shape.tile_for_rows.cache_clear()
+    first, second = (
+        W8A8Matmul(Workspace(torch.device("cpu")), torch.int8, 6144, 4096, torch.bfloat16) for _ in range(2)
+    )
+    for layer in (first, second):
+        for rows in layer.row_classes:
+            layer.choose(rows, GATED_TILE)
+    assert [layer.tile(rows) for layer in (first, second) for rows in (300, 768)] == [TALL, SQUARE_TILE] * 2
+    assert computed == [300, 768]
+    second.choose(512, SQUARE_TILE)
+    assert second.tile(300) == TALL
+    assert first.tile(300) == TALL
+    assert computed == [300, 768, 300]
