@@ -17,6 +17,7 @@ from attrs import define, evolve
 from engine.core.attention.batch import ForwardBatch
 from engine.core.runner.graph_capture import weak_ref_tensor
 from engine.core.runner.graph_sizes import recorded_sizes, token_counts
+from engine.ops.common.row_memory import empty_with_room
 
 if TYPE_CHECKING:
     from engine.core.models.forward_pass import ForwardPass
@@ -61,7 +62,8 @@ class _GraphBreak:
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         """Note the call, and return its output, which is filled before the next segment is replayed."""
-        out = torch.empty((*q.shape[:2], self._output_dim), dtype=q.dtype, device=q.device)
+        tokens, heads = q.shape[:2]
+        out = empty_with_room(q, (tokens, heads * self._output_dim)).view(tokens, heads, self._output_dim)
         self._break_graph()
         tensors = (weak_ref_tensor(tensor) for tensor in (q, k, v, out))
         self._calls.append(_AttentionCall(self._group, layer, *tensors))
