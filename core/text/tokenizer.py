@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
+_MARK = "\ufeff"
+"""Byte order mark, with which editors on Windows begin files in UTF-8."""
 _RENDERING = frozenset(
     {"conversation", "chat_template", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length"}
     | {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
@@ -80,7 +82,7 @@ class Tokenizer:
         except CheckpointError:
             raise
         except Exception as error:  # transformers raises errors of many types for files it cannot parse
-            raise CheckpointError(f"the tokenizer in {directory} cannot be read: {error}") from error
+            raise CheckpointError(f"the tokenizer in {directory} cannot be read: {_cause(directory, error)}") from error
         if getattr(wrapped, "backend_tokenizer", None) is None:
             raise CheckpointError(
                 f"the tokenizer in {directory} is written in Python ({type(wrapped).__name__}); only tokenizers of the "
@@ -137,7 +139,7 @@ class Tokenizer:
     def templates(self) -> Templates:
         """The sources of the chat template for tools, and transformers' response template."""
         try:
-            chat = self._wrapped.get_chat_template(self._chat_template, [{}]) if self.has_chat_template else ""
+            chat = self._template([{}]) if self.has_chat_template else ""
         except ValueError:  # several templates, and none is the default
             chat = ""
         return Templates(chat=chat, response=getattr(self._wrapped, "response_template", None))
@@ -202,7 +204,7 @@ class Tokenizer:
         if reserved:
             raise InvalidRequestError(f"{reserved[0]} is not a variable of a chat template", "chat_template_kwargs")
         schemas: list[Any] | None = [dict(tool) for tool in tools] if tools else None
-        template = self._wrapped.get_chat_template(self._chat_template, schemas)
+        template = self._template(schemas)
         if schemas and "tools" not in template:
             raise InvalidRequestError("this model's chat template has no place for tools", "tools")
         if add_generation_prompt is None:
@@ -227,6 +229,11 @@ class Tokenizer:
             raise InvalidRequestError(f"the chat template rejects this conversation: {error}", "messages") from error
         rendered: str = text
         return rendered
+
+    def _template(self, tools: list[Any] | None) -> str:
+        """The source of the chat template for these tools. Raises ValueError if there are several without a default."""
+        template: str = self._wrapped.get_chat_template(self._chat_template, tools)
+        return template.removeprefix(_MARK)  # else it would be a part of each prompt
 
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 bytes that a token adds to a text; possibly a part of a character."""
@@ -281,6 +288,15 @@ class Tokenizer:
     def splits_characters(self) -> bool:
         """Whether a token may be part of a character although `own_bytes` is None: so for unknown decoders."""
         return not (self._vocabulary.has_bytes or self._vocabulary.has_byte_tokens)
+
+
+def _cause(directory: Path, error: Exception) -> str:
+    """Why transformers cannot read the tokenizer: the file with a byte order mark, else what the library says."""
+    for file in sorted(directory.glob("*.json")):
+        with file.open("rb") as content:
+            if content.read(3) == _MARK.encode():
+                return f"{file.name} begins with a byte order mark; save it as UTF-8 without one"
+    return str(error)
 
 
 class _ByteTable(dict[int, bytes]):

@@ -123,7 +123,7 @@ def model_directory(path: str | Path) -> Path:
 def read_json(file: Path) -> Mapping[str, Any]:
     """Read a JSON file that holds one object. Raises CheckpointError if it cannot be read or holds anything else."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8-sig"))  # editors on Windows write a byte order mark
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):

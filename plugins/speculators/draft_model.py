@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from attrs import evolve
 
 from engine.core.errors import CheckpointError, ConfigError
 from engine.core.speculators import DeviceSpeculator, DrafterShape, DrafterSpec, SpeculatorSpec, TargetRows
+from engine.core.weights import read_json
 from engine.plugins.speculators.eagle3_config import is_eagle3
 from engine.plugins.speculators.eagle_config import is_eagle
 
@@ -98,12 +98,12 @@ def check_vocabularies(spec: DrafterSpec, vocab_size: int) -> None:
 def _tokens(file: Path) -> Mapping[int, str]:
     """The tokens of a tokenizer.json, by id. Raises CheckpointError if the file is no such tokenizer."""
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = read_json(file)
         vocabulary = content["model"]["vocab"]
         if isinstance(vocabulary, dict):
             tokens = {int(token): str(text) for text, token in vocabulary.items()}
         else:
             tokens = {token: str(text) for token, (text, _) in enumerate(vocabulary)}
         return {**tokens, **{int(added["id"]): str(added["content"]) for added in content.get("added_tokens", ())}}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} cannot be read as a tokenizer: {type(error).__name__}: {error}") from error

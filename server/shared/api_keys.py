@@ -17,7 +17,7 @@ def read_api_keys(config: ServerConfig) -> tuple[str, ...]:
         return config.api_key
     file = Path(config.api_key_file)
     try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"the API keys in {file} cannot be read: {reason}") from None

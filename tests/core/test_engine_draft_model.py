@@ -257,6 +257,14 @@ def test_engine_refuses_a_draft_model_of_another_vocabulary(target: Path, tmp_pa
         build(target, changed)
 
 
+def test_a_byte_order_mark_of_a_draft_models_tokenizer_makes_no_other_vocabulary(target: Path, tmp_path: Path) -> None:
+    marked = tmp_path / "marked"
+    shutil.copytree(target, marked)
+    tokenizer = (marked / "tokenizer.json").read_text("utf-8")
+    (marked / "tokenizer.json").write_text(tokenizer, encoding="utf-8-sig")
+    build(target, marked).close()
+
+
 def test_a_padded_vocabulary_is_no_other_one(
     target: Path, tmp_path: Path, expected: Callable[[SamplingParams], list[tuple[int, ...]]]
 ) -> None:

@@ -211,6 +211,16 @@ def test_of_model_reads_a_chat_template_from_a_file(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.chat([{"role": "user", "content": "the"}])) == "the!"
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["--chat-template", "the checkpoint's"])
+def test_a_byte_order_mark_of_a_chat_template_is_no_part_of_prompts(tmp_path: Path, named: bool) -> None:
+    save(tmp_path, byte_level())
+    file = tmp_path / ("other.jinja" if named else "chat_template.jinja")
+    file.write_text("{{ messages[0].content }}!", encoding="utf-8-sig")
+    tokenizer = Tokenizer.of_model(ModelConfig(path=str(tmp_path), chat_template=str(file) if named else ""))
+    assert tokenizer.render_chat([{"role": "user", "content": "the"}]) == "the!"
+    assert tokenizer.templates.chat == "{{ messages[0].content }}!"
+
+
 def test_of_model_raises_when_the_template_of_a_file_is_not_jinja(tmp_path: Path) -> None:
     save(tmp_path, byte_level())
     file = tmp_path / "other.jinja"
@@ -230,6 +240,14 @@ def test_open_raises_without_a_usable_tokenizer(tmp_path: Path) -> None:
         Tokenizer.open(tmp_path / "nowhere")
     (tmp_path / "tokenizer.json").write_text("{broken")
     with pytest.raises(CheckpointError, match="cannot be read"):
+        Tokenizer.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_open_names_the_file_that_begins_with_a_byte_order_mark(tmp_path: Path, name: str) -> None:
+    save(tmp_path, byte_level())
+    (tmp_path / name).write_text((tmp_path / name).read_text("utf-8"), encoding="utf-8-sig")
+    with pytest.raises(CheckpointError, match=rf"cannot be read: {name} begins with a byte order mark; save it as"):
         Tokenizer.open(tmp_path)
 
 

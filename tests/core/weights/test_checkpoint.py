@@ -28,6 +28,15 @@ def test_open_reads_the_json_files(directory: Any) -> None:
     assert checkpoint.generation_config == {"top_k": 5}
 
 
+def test_open_reads_json_files_that_begin_with_a_byte_order_mark(directory: Any) -> None:
+    files = {"config.json": {"model_type": "any"}, "generation_config.json": {"top_k": 5}, "quant_config.json": {}}
+    for name, content in files.items():
+        (directory / name).write_text(json.dumps(content), encoding="utf-8-sig")
+    checkpoint = Checkpoint.open(directory)
+    assert checkpoint.config == {"model_type": "any", "quantization_config": {"files": {"quant_config.json": {}}}}
+    assert checkpoint.generation_config == {"top_k": 5}
+
+
 def test_generation_config_can_be_left_aside(directory: Any) -> None:
     write_generation(directory, eos_token_id=9, top_k=5)
     checkpoint = Checkpoint.open(directory, generation_config="none")

@@ -140,6 +140,12 @@ def test_each_of_several_keys_is_accepted(serve_fake: Serve, tmp_path: Path) -> 
         assert not any(key in server.errors for key in ("first", "second", "third", "fourth"))
 
 
+def test_a_byte_order_mark_of_a_key_file_is_no_part_of_the_first_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("first\nsecond\n", encoding="utf-8-sig")
+    assert read_api_keys(ServerConfig(api_key_file=str(file))) == ("first", "second")
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [(None, "No such file"), (b"# nothing\n", "contains no key"), (b"\xff", "UTF-8"), (b"a b", "key number 1")],
