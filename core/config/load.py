@@ -34,10 +34,13 @@ PATHS = (
     "server.ssl_keyfile",
     "server.uds",
 )
-"""Settings that name a file or directory; ~ is the user's home, and in a file of settings, a relative path starts from
-that file's directory."""
+"""Settings that name a file or directory. ~ is the user's home. A relative path in a file of settings starts from that
+file's directory, any other from the working directory. Loading makes them absolute, since a worker on another node may
+have another working directory."""
 HUB_NAMES = ("model.path", "model.tokenizer", "speculator.model")
 """Settings among them that may name a model on the hub instead."""
+SOCKETS = ("server.uds",)
+"""Settings among them that stay relative to the working directory: the path of a socket has at most 107 bytes."""
 
 _BOOLEANS = {"true": True, "on": True, "false": False, "off": False}
 
@@ -115,7 +118,7 @@ def load_config(
         for inner, leaf in _leaves(setting, path, value):
             for former in [one for one in given if one[: len(inner)] == inner or inner[: len(one)] == one]:
                 del given[former]
-            given[inner] = _Given(leaf, origin, where, place or OptionPlace(origin))
+            given[inner] = _Given(leaf, origin, where, place or OptionPlace(origin, _working_directory()))
 
     in_defaults: dict[KeyPath, KeyPath] = {}
     for key, (value, origin) in defaults.items():
@@ -123,7 +126,7 @@ def load_config(
         put(path, _located(path, value), origin, _place(origin, key), in_defaults)
     in_file: dict[KeyPath, KeyPath] = {}
     if file is not None:
-        directory = file.parent.absolute()  # a worker may have another working directory
+        directory = file.parent.absolute()
         place = OptionPlace(str(file), str(directory))
         for path, value in _sections(_read(file)):
             put(path, _located(path, value, directory), file.name, f"{file}: {_bracketed(path)}", in_file, place)
@@ -186,18 +189,27 @@ def _sections(content: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _located(path: KeyPath, value: Any, directory: Path | None = None) -> Any:
-    """The value; if it is a path, with the user's home in place of ~.
+    """The value; if it is a path, an absolute one, with the user's home in place of ~.
 
-    directory: of the file of settings that has the value, from which a relative path starts.
+    directory: of the file of settings that has the value, from which a relative path starts; None: the working
+    directory.
     """
     key = ".".join(canonical(path))
     if key not in PATHS or not isinstance(value, str) or not value:
         return value
     value = os.path.expanduser(value)
-    if directory is None:
+    if directory is None and key in SOCKETS:
         return value
-    found = directory / value
+    found = Path(directory or _working_directory(), value)
     return value if key in HUB_NAMES and is_hub_name(value, found) else str(found)
+
+
+def _working_directory() -> str:
+    """The working directory; empty if it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
 
 
 def _typed(value: Any, setting: Setting | None) -> Any:

@@ -210,7 +210,7 @@ class _Converter(cattrs.Converter):
             self._path = around
 
     def _located(self, value: Any, kind: Any) -> Any:
-        """A path, with the user's home in place of ~; a relative one in a file starts from the file's directory."""
+        """A path, with the user's home in place of ~; a relative one starts from the directory of its place."""
         if isinstance(value, PurePath):
             return kind(value)
         if not isinstance(value, str):

@@ -114,8 +114,8 @@ def model_directory(path: str | Path) -> Path:
         if directory.exists():
             raise CheckpointError(f"{directory} is a file; give a directory with config.json and safetensors files")
         raise CheckpointError(
-            f"the model directory {directory} does not exist, and {path} is no name of a model on the hub (ORG/NAME, as"
-            " Qwen/Qwen3-0.6B); give a directory or such a name"
+            f"the model directory {directory} does not exist; give a directory, or the name of a model on the hub"
+            " (ORG/NAME, as Qwen/Qwen3-0.6B)"
         )
     return directory
 

@@ -100,7 +100,7 @@ def test_only_what_was_given_overrides_and_its_origin_is_the_flag() -> None:
 def test_the_model_is_the_demo_unless_named() -> None:
     assert resolve().origins["model.path"] == DEMO_MODEL
     named = resolve("--model", "somewhere")
-    assert (named.config.model.path, named.origins["model.path"]) == ("somewhere", "--model")
+    assert (named.config.model.path, named.origins["model.path"]) == (str(Path("somewhere").absolute()), "--model")
 
 
 def test_model_is_the_first_argument_or_an_option_and_may_be_both() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,8 +118,8 @@ def test_the_place_of_each_option_is_kept_when_the_configuration_is_sent_to_anot
     assert config.option_places == {
         "quant.options.a": of_file,
         "quant.options.b.c": of_file,
-        "quant.options.b.d": OptionPlace("--quant-option"),
-        "attention.options.e": OptionPlace("--set"),
+        "quant.options.b.d": OptionPlace("--quant-option", os.getcwd()),
+        "attention.options.e": OptionPlace("--set", os.getcwd()),
     }
     received = MessageDecoder[EngineConfig](EngineConfig).decode(encode(config))
     assert received == config
@@ -150,7 +151,40 @@ def test_relative_paths_in_a_file_start_from_the_file(write: WriteFile, tmp_path
     assert config.model.path == str(tmp_path / "ckpt")
     assert config.model.tokenizer == "/abs/tok"
     assert Path(config.model.chat_template).resolve() == (tmp_path.parent / "t.jinja").resolve()
-    assert load_config(file, {"model.path": "here"}).config.model.path == "here"
+    assert load_config(file, {"model.path": "here"}).config.model.path == str(Path("here").absolute())
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_relative_paths_elsewhere_start_from_the_working_directory_of_the_process_that_loads_them(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    needed = {"server.ssl_certfile": ("/cert.pem", "test")}  # by ssl_keyfile
+    expected = "some/../file" if key == "server.uds" else str(tmp_path / "some/../file")
+    for loaded in (
+        load_config(overrides={key: "some/../file"}, defaults=needed),
+        load_config(overrides={key: ("some/../file", "$ENGINE_SOMETHING")}, defaults=needed),
+        load_config(defaults={**needed, key: ("some/../file", "a default")}),
+    ):
+        assert flatten(loaded.config)[key] == expected
+
+
+def test_names_on_the_hub_and_empty_paths_are_left_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {"model.path": "org/name", "model.tokenizer": "org/name", "speculator.model": "org/other"}
+    config = load_config(overrides={**given, "model.chat_template": ""}).config
+    assert (config.model.path, config.model.tokenizer) == ("org/name", "org/name")
+    assert (config.speculator.model, config.model.chat_template) == ("org/other", "")
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert load_config(overrides=given).config.model.path == str(tmp_path / "org" / "name")
+
+
+def test_a_relative_path_of_an_option_starts_from_the_working_directory_of_the_process_that_loads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    places = load_config(overrides={"quant.options.a": "x"}, defaults={"quant.options.b": ("y", "default")})
+    assert {one.directory for one in places.config.option_places.values()} == {str(tmp_path)}
 
 
 def test_paths_in_a_file_stay_the_same_in_another_working_directory_when_the_file_is_named_by_a_relative_path(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from engine.core.config.load import load_config
@@ -16,5 +17,5 @@ def test_options_keep_their_place_in_a_file_when_arguments_are_merged_with_its_c
     assert merged.scheduler.options == {"a": 1, "b": 3}
     assert merged.option_places == {
         "scheduler.options.a": OptionPlace(str(file), str(tmp_path)),
-        "scheduler.options.b": OptionPlace("argument"),
+        "scheduler.options.b": OptionPlace("argument", os.getcwd()),
     }

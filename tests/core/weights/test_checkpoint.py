@@ -46,7 +46,7 @@ def test_generation_config_can_be_left_aside(directory: Any) -> None:
 
 @pytest.mark.parametrize("name", ["meta/model-7b", "gone"])
 def test_a_missing_directory_is_an_error(tmp_path: Path, name: str) -> None:
-    with pytest.raises(CheckpointError, match=r"does not exist, and .* is no name of a model on the hub"):
+    with pytest.raises(CheckpointError, match=rf"{name} does not exist; give .* the name of a model on the hub"):
         Checkpoint.open(tmp_path / name)
 
 

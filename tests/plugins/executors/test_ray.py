@@ -176,6 +176,14 @@ def test_the_same_tokens_on_two_nodes_as_in_one_process(engine_checkpoint: Path,
     assert not ray.is_initialized()
 
 
+def test_a_relative_model_path_starts_from_the_engines_directory_and_not_from_the_nodes(
+    engine_checkpoint: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(engine_checkpoint.parent)  # the cluster's processes stay in the directory that it was started in
+    with build(Path(engine_checkpoint.name), address, executor="ray") as engine:
+        assert len(engine.generate(PROMPTS[:1], GREEDY)[0].token_ids) == 24
+
+
 def test_one_device_and_plugins_that_its_node_lacks(
     engine_checkpoint: Path, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
