@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections.abc import Callable
@@ -10,11 +9,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from engine.core.compilation.first_start import may_use_gpu
+from engine.ops.common.cuda_driver import open_driver
 
 if TYPE_CHECKING:
     from engine.core.config.tree import EngineConfig
 
-DRIVER = "libcuda.so.1"
 MODULE_LOADING = "CUDA_MODULE_LOADING"
 
 
@@ -47,7 +46,7 @@ def _begin(name: str, work: Callable[[], None]) -> threading.Thread:
 
 def _initialize_driver() -> None:
     with suppress(OSError, AttributeError):  # another vendor's GPU
-        ctypes.CDLL(DRIVER).cuInit(0)
+        open_driver().cuInit(0)
 
 
 def _compute_key() -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from attrs import frozen
 
-DRIVER = "libcuda.so.1"
+from engine.ops.common.cuda_driver import open_driver
+
 FUNCTIONS = (
     "cuStreamGetCaptureInfo_v3",
     "cuStreamBeginCaptureToGraph",
@@ -61,7 +62,7 @@ class GraphExtender:
         if torch.version.cuda is None:
             return None
         try:
-            driver, runtime = ctypes.CDLL(DRIVER), ctypes.CDLL(RUNTIME.format(torch.version.cuda.partition(".")[0]))
+            driver, runtime = open_driver(), ctypes.CDLL(RUNTIME.format(torch.version.cuda.partition(".")[0]))
         except OSError:
             return None
         return GraphExtender(driver, runtime) if all(hasattr(driver, name) for name in FUNCTIONS) else None

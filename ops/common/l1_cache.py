@@ -14,6 +14,8 @@ from typing import Any
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
+from engine.ops.common.cuda_driver import open_driver
+
 PREFERRED_SHARED_MEMORY = 9
 """The attribute's number in CUfunction_attribute of cuda.h."""
 SHARED_PERCENT = 14
@@ -39,5 +41,5 @@ def _after_load(module: object, function: int, name: str, *others: object) -> No
 
 
 @cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
+def _driver() -> ctypes.CDLL:
+    return open_driver()

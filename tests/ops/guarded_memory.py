@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from engine.ops.common.cuda_driver import open_driver
+
 _PINNED = _ON_DEVICE = 1  # CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE
 _READ_AND_WRITE = 3
 
@@ -48,7 +50,7 @@ class _Memory:
 
 def guarded(values: torch.Tensor) -> torch.Tensor:
     """A copy of a GPU's tensor, of int32 or float32, at the start of mapped memory. Never freed."""
-    driver: Any = ctypes.CDLL("libcuda.so.1")
+    driver = open_driver()
 
     def call(name: str, *arguments: Any) -> None:
         code = getattr(driver, name)(*arguments)

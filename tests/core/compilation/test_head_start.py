@@ -11,6 +11,7 @@ import pytest
 from engine.core.compilation import first_start, head_start
 from engine.core.compilation.head_start import begin_compiler_key, begin_driver
 from engine.core.config.tree import EngineConfig, ExecutorConfig
+from engine.ops.common import cuda_driver
 
 
 class Driver:
@@ -18,7 +19,7 @@ class Driver:
 
     def __init__(self, name: str) -> None:
         self.flags: list[int] = []
-        assert name == head_start.DRIVER
+        assert name == cuda_driver.LIBRARY
         assert os.environ[head_start.MODULE_LOADING] == "LAZY"
         DRIVERS.append(self)
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from triton import knobs
 
 from engine.ops.common import l1_cache
+from engine.ops.common.cuda_driver import open_driver
 
 
 @triton.jit
@@ -44,6 +45,6 @@ def test_the_driver_keeps_the_preference(hopper: torch.device, monkeypatch: pyte
     x = torch.ones(2, device=hopper)
     compiled = kernel[(1,)](x, x[1:])
     value = ctypes.c_int()
-    driver: Any = ctypes.CDLL("libcuda.so.1")
+    driver = open_driver()
     assert driver.cuFuncGetAttribute(ctypes.byref(value), 9, ctypes.c_void_p(compiled.function)) == 0
     assert value.value == 14
