@@ -14,7 +14,16 @@ from engine.core.layers.linear import PlainKernel, merge
 from engine.core.quant.base import ACTIVATIONS, LinearSpec
 from engine.ops.activation.act_and_mul import act_and_mul
 from engine.ops.common import launch, polling
-from engine.ops.gemm import few_rows, skinny, skinny_launch, skinny_matrix, split_k_polling, w16_few_rows, weight_tile
+from engine.ops.gemm import (
+    few_rows,
+    skinny,
+    skinny_forms,
+    skinny_launch,
+    skinny_matrix,
+    split_k_polling,
+    w16_few_rows,
+    weight_tile,
+)
 from engine.ops.gemm.skinny_launch import (
     HEAD_MAX_ROWS,
     SKINNY_MAX_ROWS,
@@ -52,7 +61,7 @@ class SkinnyGemm(AutotunedOp[SkinnyTile | None]):
     @property
     def version(self) -> str:
         kernels = (few_rows, skinny, skinny_matrix, w16_few_rows)
-        return version_of(launch, polling, skinny_launch, split_k_polling, weight_tile, *kernels)
+        return version_of(launch, polling, skinny_forms, skinny_launch, split_k_polling, weight_tile, *kernels)
 
     @property
     def inputs(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import torch
 import triton
@@ -11,23 +11,15 @@ from attrs import evolve, field, frozen
 from engine.ops.activation.act_and_mul import ACTIVATIONS
 from engine.ops.common import polling
 from engine.ops.common.launch import dependent_launch, has_capability, has_wgmma, num_sms
-from engine.ops.gemm import few_rows, persistent_w4a16, skinny, skinny_matrix, w16_few_rows
+from engine.ops.gemm import few_rows, persistent_w4a16, skinny
+from engine.ops.gemm.skinny_forms import FEW_ROWS_REGISTERS, FORMS, MIN_COLUMNS, VECTOR_ROWS, columns_for
 from engine.ops.sampling.argmax import reduce_max
-
-if TYPE_CHECKING:
-    from triton.runtime.jit import JITFunction
 
 SKINNY_MAX_ROWS = 128
 """Rows of x that the skinny kernels multiply."""
 HEAD_MAX_ROWS = 16
 """Rows of x that they multiply by the weights of an LM head, which the library reads as fast from there on."""
-MIN_COLUMNS = 16
-"""Rows of x that a matrix tile has at least; those beyond the last are zero."""
-VECTOR_ROWS = (1, 2, 4)
-"""Numbers of rows of x that the vector kernel is compiled for."""
 Epilogue = Literal["plain", "gated", "argmax"]
-LARGE = 2**23
-"""Number of weights from which on the next kernel is released at the end: reading them takes some microseconds."""
 MAX_SPLITS = 16
 MAX_SPLIT_TILES = 4096
 """Tiles of W that a Workspace has counters for, under split-K."""
@@ -95,10 +87,8 @@ class SkinnyTile:
     """Bytes of each row of W to prefetch into the L2 cache before x is written."""
 
     def __str__(self) -> str:
-        if self.form == "few_rows":
-            return f"few rows {self.rows}x{self.block_k}, {self.warps} warps, {self.stages} stages"
-        more = f", {self.stages} stages, {self.splits} splits" if self.form == "matrix" else ""
-        return f"{self.form} {self.rows}x{self.block_k}, {self.warps} warps{more}, {self.ahead} bytes ahead"
+        name, more = self.form.replace("_", " "), FORMS[self.form].settings(self)
+        return f"{name} {self.rows}x{self.block_k}, {self.warps} warps, {more}"
 
     def programs(self, shape: GemmShape) -> int:
         """Number of tiles of W."""
@@ -162,52 +152,24 @@ class SkinnyLaunch:
         """rows: the maximum; at most SKINNY_MAX_ROWS, for the vector form at most 4, for the form few_rows 8."""
         self.shape = shape
         self.tile = tile
-        self._outputs = shape.outputs
         self._programs = tile.programs(shape)
-        self._sizes: tuple[int, ...] = (shape.outputs, shape.inputs, tile.ahead)
-        self._scratch: tuple[torch.Tensor, ...] = ()
-        constants: dict[str, object] = {
+        form = FORMS[tile.form](shape, tile, rows, workspace)
+        constants = {
             "TILE": tile.rows,
             "EPILOGUE": shape.epilogue_code,
             "num_warps": tile.warps,
             **dependent_launch(workspace.device),
+            **form.constants,
         }
-        if tile.form != "few_rows":
-            constants |= {
-                "BLOCK_K": tile.block_k,
-                "THREADS": tile.warps * 32,
-                "LATE_RELEASE": shape.weight_rows * shape.inputs >= LARGE,
-            }
-        self._kernel: JITFunction[Any]
-        if tile.form == "vector":
-            self._kernel = skinny.vector_kernel
-            constants["ROWS"] = next(size for size in VECTOR_ROWS if size >= rows)
-        elif tile.form == "few_rows":
-            self._kernel = w16_few_rows.w16_few_rows_kernel
-            self._sizes = (shape.weight_rows, shape.inputs, -(-shape.inputs // tile.block_k))
-            constants |= {
-                "AHEAD": tile.stages,
-                "WHOLE_BLOCKS": shape.inputs % tile.block_k == 0,
-                "maxnreg": FEW_ROWS_REGISTERS[tile.warps, tile.stages],
-            }
-        else:
-            self._kernel = skinny_matrix.matrix_kernel
-            columns = columns_for(rows)
-            constants |= {
-                "COLUMNS": columns,
-                "STAGES": tile.stages,
-                "SPLIT": tile.splits > 1,
-                "POLLED": workspace.polled(tile.splits, tile.rows * columns, self._programs),
-                "ASM": workspace.supports_ptx,
-            }
-            self._scratch = (workspace.partials, workspace.arrivals, workspace.polled_sums)
+        self._kernel = form.kernel
+        self._arguments = form.arguments
         self._constants = {bias: {**constants, "BIAS": bias} for bias in (False, True)}
         self._grid = (self._programs, tile.splits)
         self._run = self._kernel[self._grid]
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x: [rows, inputs] -> [rows, outputs] in x's dtype, accumulated in float32. Not for argmax."""
-        out = x.new_empty((x.shape[0], self._outputs))
+        out = x.new_empty((x.shape[0], self.shape.outputs))
         self._launch(out, out, x, weight, bias)
         return out
 
@@ -235,13 +197,6 @@ class SkinnyLaunch:
         x = x if x.is_contiguous() else x.contiguous()
         self._run(*self._arguments(out, tokens, x, weight, bias), **self._constants[bias is not None])
 
-    def _arguments(self, out, tokens, x, weight, bias):
-        if self.tile.form == "few_rows":
-            pairs = x.view(torch.int32), weight.view(torch.int32)
-            return (out, *pairs, out if bias is None else bias, x.shape[0], *self._sizes)
-        bias = weight if bias is None else bias
-        return (out, tokens, x, weight, bias, *self._scratch, x.shape[0], *self._sizes)
-
 
 VECTORS = {
     1: ((4, 1024, 4), (8, 1024, 4), (4, 2048, 8), (8, 512, 2)),
@@ -262,9 +217,6 @@ MATRICES = {
 FEW_ROWS = range(3, few_rows.COLUMNS.value + 1)
 """Numbers of rows of x for which tiles of the form few_rows are tried, where W has at most FEW_ROWS_MAX_WEIGHTS."""
 FEW_ROWS_MAX_WEIGHTS = 2**24
-FEW_ROWS_REGISTERS = {(4, 6): 168, (8, 4): 128, (4, 4): 128}
-"""(warps, stages) of the candidates of the form few_rows, and their maximum registers per thread: those of three
-programs per multiprocessor, of two and of four."""
 FEW_MATRICES = 2
 """Number of the first MATRICES to try for up to 2 rows."""
 AHEAD = (16384, 65536)
@@ -310,16 +262,11 @@ def default_tile(shape: GemmShape, rows: int, device: torch.device) -> SkinnyTil
 
 def with_ahead(tile: SkinnyTile, shape: GemmShape, itemsize: int) -> list[SkinnyTile]:
     """The same tile with prefetching, where rows of W start at multiples of 16 bytes."""
-    if tile.form == "few_rows" or shape.inputs * itemsize % 16:
+    if not FORMS[tile.form].prefetches or shape.inputs * itemsize % 16:
         return []
     most = shape.inputs * itemsize
     amounts = sorted({min(budget // tile.rows, most) for budget in AHEAD})
     return [evolve(tile, ahead=amount) for amount in amounts]
-
-
-def columns_for(rows: int) -> int:
-    """Columns of a matrix tile for that many rows of x."""
-    return max(1 << (rows - 1).bit_length(), MIN_COLUMNS)
 
 
 def _splits(tile: SkinnyTile, shape: GemmShape, rows: int, sms: int) -> list[SkinnyTile]:

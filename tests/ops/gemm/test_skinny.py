@@ -12,6 +12,7 @@ from attrs import evolve
 from engine.core.layers import gated_activation
 from engine.core.layers.skinny_linear import ROW_CLASSES
 from engine.ops.common.polling import EMPTY
+from engine.ops.gemm.skinny_forms import columns_for
 from engine.ops.gemm.skinny_launch import (
     AHEAD,
     HEAD_MAX_ROWS,
@@ -22,7 +23,6 @@ from engine.ops.gemm.skinny_launch import (
     SkinnyTile,
     Workspace,
     candidates,
-    columns_for,
     default_tile,
     with_ahead,
 )

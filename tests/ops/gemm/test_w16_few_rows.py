@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from engine.ops.gemm import skinny_launch
+from engine.ops.gemm.skinny_forms import FEW_ROWS_REGISTERS
 from engine.ops.gemm.skinny_launch import (
     FEW_ROWS_MAX_WEIGHTS,
-    FEW_ROWS_REGISTERS,
     GemmShape,
     SkinnyLaunch,
     SkinnyTile,
