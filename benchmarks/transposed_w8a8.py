@@ -35,6 +35,7 @@ from engine.ops.activation.quantize_rows import quantize_rows
 from engine.ops.common.launch import num_sms
 from engine.ops.gemm import transposed_launch
 from engine.ops.gemm.scaled_matmul import W8A8Tile, compile_matmul, matmul
+from engine.ops.gemm.scaled_operands import ScaledOperands
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.ops.gemm.transposed_launch import TransposedTile
 from engine.plugins.quant import w8a8_shape
@@ -133,7 +134,8 @@ class Bench:
     def transposed(self, quantized: Any, weight: Any, scale: Any, tile: Any, activation: Any = None) -> torch.Tensor:
         outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
         out = torch.empty((quantized[0].shape[0], outputs), dtype=torch.bfloat16, device=DEVICE)
-        transposed_launch.launch(out, *quantized, weight, scale, None, tile, self.workspace, activation=activation)
+        operands = ScaledOperands(*quantized, weight, scale, None)
+        transposed_launch.launch(out, operands, tile, self.workspace, activation=activation)
         return out
 
     def measure(self, shape: str, rows: Sequence[int], choices: dict[str, Any]) -> dict[int, dict[str, float]]:
@@ -227,10 +229,10 @@ class Bench:
                 for activation in activations:
                     out = torch.empty(count, 4096 if activation is None else 2048, dtype=torch.bfloat16, device=DEVICE)
                     for tile in new_tiles(count):
+                        operands = ScaledOperands(x, x_scale, weight, scale, bias)
                         transposed_launch.launch(
-                            out, x, x_scale, weight, scale, bias, tile, self.workspace, activation=activation,
-                            compile_only=True,
-                        )  # fmt: skip
+                            out, operands, tile, self.workspace, activation=activation, compile_only=True
+                        )
                 codes = W8A8Matmul(self.workspace, self.dtype, 4096, 4096, torch.bfloat16)
                 for other in present_tiles(codes):
                     if isinstance(other, W8A8Tile):
@@ -254,7 +256,7 @@ class Bench:
                 for new in new_tiles(count):
                     name = f"{self.kind} {outputs}x{inputs} {count} {new}"
                     got = torch.full((count, outputs), torch.nan, dtype=torch.bfloat16, device=DEVICE)
-                    given = (x, x_scale, weight, scale, bias, new, self.workspace)
+                    given = (ScaledOperands(x, x_scale, weight, scale, bias), new, self.workspace)
                     transposed_launch.launch(got, *given)
                     error = float((got.double() - exact).norm() / exact.norm())
                     usual = float((present.double() - exact).norm() / exact.norm())

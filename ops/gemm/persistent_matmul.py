@@ -24,6 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from engine.ops.common import gluon_copies
 from engine.ops.common.gluon_tiles import halves
 from engine.ops.common.launch import dependent_launch, num_sms, release, wait
+from engine.ops.gemm.scaled_operands import ScaledOperands
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.ops.gemm.split_k import add_others, is_last
 from engine.ops.gemm.tile_order import SWIZZLE, loaded_shape, place_of_tile, share_of_inputs
@@ -210,40 +211,33 @@ def _matmul_kernel(
 
 def launch(
     out: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
+    operands: ScaledOperands,
     tile: W8A8Tile,
     workspace: Workspace,
     *,
     compile_only: bool = False,
 ) -> None:
-    """Write to `out`, [rows, outputs], a 16-bit dtype. The rest as in scaled_matmul.matmul, with at least one row.
+    """Write to `out`, [rows, outputs], a 16-bit dtype. The rest as in scaled_matmul.matmul. x: of at least one row.
 
     compile_only: compile without a launch, as the active triton.AsyncCompileMode says. tile: of 32 to 256 outputs.
     """
     piece = min(tile.outputs // 2, MAX_PIECE)
     layout_8_bit = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     layout_16_bit = gl.NVMMASharedLayout(swizzle_byte_width=2 * piece, element_bitwidth=16, rank=2)
-    partials = workspace.partials.view(torch.int32) if x.dtype == torch.int8 else workspace.partials
+    x = operands.x
     arguments = (
         TensorDescriptor.from_tensor(out, [tile.rows, piece], layout_16_bit),
         TensorDescriptor(x, *loaded_shape(x, tile.rows), [tile.rows, tile.block_k], layout_8_bit),
-        TensorDescriptor.from_tensor(weight, [tile.outputs, tile.block_k], layout_8_bit),
-        x_scale,
-        scale,
-        scale if bias is None else bias,
-        partials,
-        workspace.arrivals,
+        TensorDescriptor.from_tensor(operands.weight, [tile.outputs, tile.block_k], layout_8_bit),
+        *operands.scales_and_bias,
+        *operands.memory_of_splits(workspace),
         *out.shape,
         x.shape[1],
     )
     constants = {
         "STAGES": tile.stages,
         "SPLITS": tile.splits,
-        "BIAS": bias is not None,
+        "BIAS": operands.bias is not None,
         "num_warps": tile.warps,
         **dependent_launch(x.device),
     }

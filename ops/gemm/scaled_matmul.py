@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.ops.common.launch import dependent_launch, has_tma, release, wait
 from engine.ops.gemm import persistent_matmul, specialized_matmul
+from engine.ops.gemm.scaled_operands import ScaledOperands
 from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, MAX_SPLIT_TILES, Workspace
 from engine.ops.gemm.split_k import add_others, is_last
 from engine.ops.gemm.tile_order import loaded_shape, place_of_tile, share_of_inputs
@@ -237,11 +238,12 @@ def matmul(
     """
     rows, outputs = x.shape[0], weight.shape[0]
     out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
+    operands = ScaledOperands(x, x_scale, weight, scale, bias)
     if rows and tile.persistent:
-        _launch_persistent(out, x, x_scale, weight, scale, bias, tile, workspace)
+        _launch_persistent(out, operands, tile, workspace)
     elif rows:
         tma = has_tma(x.device) if tma is None else tma
-        arguments, constants = _launch(out, x, x_scale, weight, scale, bias, tile, workspace, scale_rows, tma)
+        arguments, constants = _launch(out, operands, tile, workspace, scale_rows, tma)
         _matmul_kernel[(tile.programs(rows, outputs), tile.splits)](*arguments, **constants)
     return out
 
@@ -262,7 +264,8 @@ def gated_matmul(
     """
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=dtype, device=x.device)
     if x.shape[0]:
-        specialized_matmul.launch(out, x, x_scale, weight, scale, bias, GATED_TILE, activation=activation)
+        operands = ScaledOperands(x, x_scale, weight, scale, bias)
+        specialized_matmul.launch(out, operands, GATED_TILE, activation=activation)
     return out
 
 
@@ -280,59 +283,48 @@ def compile_matmul(
 ) -> None:
     """Compile what `matmul` would launch, as the active triton.AsyncCompileMode says."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
+    operands = ScaledOperands(x, x_scale, weight, scale, bias)
     if tile.persistent:
-        _launch_persistent(out, x, x_scale, weight, scale, bias, tile, workspace, compile_only=True)
+        _launch_persistent(out, operands, tile, workspace, compile_only=True)
         return
-    tma = has_tma(x.device)
-    arguments, constants = _launch(out, x, x_scale, weight, scale, bias, tile, workspace, scale_rows, tma)
+    arguments, constants = _launch(out, operands, tile, workspace, scale_rows, has_tma(x.device))
     _matmul_kernel.warmup(*arguments, grid=(1,), **constants)
 
 
 def _launch_persistent(
     out: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
+    operands: ScaledOperands,
     tile: W8A8Tile,
     workspace: Workspace,
     *,
     compile_only: bool = False,
 ) -> None:
     if specialized_matmul.is_specialized(tile):
-        specialized_matmul.launch(out, x, x_scale, weight, scale, bias, tile, compile_only=compile_only)
+        specialized_matmul.launch(out, operands, tile, compile_only=compile_only)
     else:
-        persistent_matmul.launch(out, x, x_scale, weight, scale, bias, tile, workspace, compile_only=compile_only)
+        persistent_matmul.launch(out, operands, tile, workspace, compile_only=compile_only)
 
 
 def _launch(
     out: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
+    operands: ScaledOperands,
     tile: W8A8Tile,
     workspace: Workspace,
     scale_rows: int,
     tma: bool,
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """The kernel's arguments and its constexprs."""
-    is_integer = weight.dtype == torch.int8
+    x, weight = operands.x, operands.weight
     arguments = (
         out,
         TensorDescriptor(x, *loaded_shape(x, tile.rows), [tile.rows, tile.block_k]) if tma else x,
         TensorDescriptor.from_tensor(weight, [tile.outputs, tile.block_k]) if tma else weight,
-        x_scale,
-        scale,
-        scale if bias is None else bias,
-        workspace.partials.view(torch.int32) if is_integer else workspace.partials,
-        workspace.arrivals,
+        *operands.scales_and_bias,
+        *operands.memory_of_splits(workspace),
         x.shape[0],
         weight.shape[0],
         x.shape[1],
-        x_scale.shape[-1],
+        operands.x_scale.shape[-1],
     )
     constants: dict[str, object] = {
         "BLOCK_M": tile.rows,
@@ -340,11 +332,11 @@ def _launch(
         "BLOCK_K": tile.block_k,
         "STAGES": tile.stages,
         "SPLITS": tile.splits,
-        "INTEGER": is_integer,
+        "INTEGER": weight.dtype == torch.int8,
         "SCALE_ROWS": scale_rows,
         "TMA": tma,
         "WHOLE": x.shape[1] % tile.block_k == 0,
-        "BIAS": bias is not None,
+        "BIAS": operands.bias is not None,
         "num_warps": tile.warps,
         **dependent_launch(x.device),
     }

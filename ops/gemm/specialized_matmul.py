@@ -32,6 +32,7 @@ from engine.ops.gemm.persistent_matmul import (
     step,
     store,
 )
+from engine.ops.gemm.scaled_operands import ScaledOperands
 from engine.ops.gemm.tile_order import loaded_shape, place_of_tile
 
 if TYPE_CHECKING:
@@ -238,11 +239,7 @@ def is_specialized(tile: W8A8Tile) -> bool:
 
 def launch(
     out: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
+    operands: ScaledOperands,
     tile: W8A8Tile,
     *,
     activation: str | None = None,
@@ -254,22 +251,21 @@ def launch(
     the first half of the rows of W is of the gate. None: `out` has all outputs.
     """
     assert is_specialized(tile), f"{tile} has no specialized warps"
+    x = operands.x
     layout_8_bit = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     layout_16_bit = gl.NVMMASharedLayout(swizzle_byte_width=2 * MAX_PIECE, element_bitwidth=16, rank=2)
     columns = tile.outputs if activation is None else tile.outputs // 2
     arguments = (
         TensorDescriptor.from_tensor(out, [CONSUMER_ROWS, MAX_PIECE], layout_16_bit),
         TensorDescriptor(x, *loaded_shape(x, tile.rows), [CONSUMER_ROWS, tile.block_k], layout_8_bit),
-        TensorDescriptor.from_tensor(weight, [columns, tile.block_k], layout_8_bit),
-        x_scale,
-        scale,
-        scale if bias is None else bias,
+        TensorDescriptor.from_tensor(operands.weight, [columns, tile.block_k], layout_8_bit),
+        *operands.scales_and_bias,
         *out.shape,
         x.shape[1],
     )
     constants = {
         "STAGES": tile.stages,
-        "BIAS": bias is not None,
+        "BIAS": operands.bias is not None,
         "ACTIVATION": None if activation is None else ACTIVATIONS[activation].value,
         "num_warps": 4,
         **dependent_launch(x.device),
@@ -277,5 +273,5 @@ def launch(
     if compile_only:
         _specialized_kernel.warmup(*arguments, grid=(1,), **constants)
     else:
-        tiles = tile.programs(x.shape[0], weight.shape[0])
+        tiles = tile.programs(x.shape[0], operands.weight.shape[0])
         _specialized_kernel[(min(tiles, num_sms(x.device)),)](*arguments, **constants)

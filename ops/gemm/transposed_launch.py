@@ -11,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engine.ops.activation.act_and_mul import ACTIVATIONS
 from engine.ops.common.launch import dependent_launch, num_sms
+from engine.ops.gemm.scaled_operands import ScaledOperands
 from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, Workspace
 from engine.ops.gemm.tile_order import loaded_shape
 from engine.ops.gemm.transposed_matmul import RUN, matmul_kernel
@@ -76,11 +77,7 @@ def shared_tiles(tiles: int, programs: int) -> int:
 
 def launch(
     out: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
+    operands: ScaledOperands,
     tile: TransposedTile,
     workspace: Workspace,
     *,
@@ -88,6 +85,7 @@ def launch(
     compile_only: bool = False,
 ) -> None:
     """As specialized_matmul.launch, for at most as many rows of x as the tile has."""
+    x, weight = operands.x, operands.weight
     rows, inputs = x.shape
     weight_rows = weight.shape[0]
     assert rows <= tile.rows, f"{tile} has fewer rows than x"
@@ -101,11 +99,8 @@ def launch(
         TensorDescriptor(x, shape, strides, [PART, BLOCK_K], layout_8_bit),
         TensorDescriptor(x, shape, strides, [tile.rest, BLOCK_K], layout_8_bit),
         _describe_weight(weight, tile, gated=activation is not None),
-        x_scale,
-        scale,
-        scale if bias is None else bias,
-        workspace.partials.view(torch.int32) if x.dtype == torch.int8 else workspace.partials,
-        workspace.arrivals,
+        *operands.scales_and_bias,
+        *operands.memory_of_splits(workspace),
         rows,
         weight_rows,
         -(-inputs // BLOCK_K),
@@ -114,7 +109,7 @@ def launch(
     constants: dict[str, Any] = {
         "BLOCK_W": tile.weight_rows,
         "STAGES": tile.stages,
-        "BIAS": bias is not None,
+        "BIAS": operands.bias is not None,
         "ACTIVATION": None if activation is None else ACTIVATIONS[activation].value,
         "num_warps": tile.warps,
         **dependent_launch(x.device),
@@ -145,8 +140,8 @@ def transposed_matmul(
     outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
     out = torch.empty((x.shape[0], outputs), dtype=dtype, device=x.device)
     if x.shape[0]:
-        given = (out, x, x_scale, weight, scale, bias, tile, workspace)
-        launch(*given, activation=activation, compile_only=compile_only)
+        operands = ScaledOperands(x, x_scale, weight, scale, bias)
+        launch(out, operands, tile, workspace, activation=activation, compile_only=compile_only)
     return out
 
 

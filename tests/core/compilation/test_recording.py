@@ -34,6 +34,7 @@ from engine.core.compilation.recording import CompilingElsewhere, recording
 from engine.ops.activation.act_and_mul import _act_and_mul_kernel, act_and_mul
 from engine.ops.gemm import persistent_matmul
 from engine.ops.gemm.scaled_matmul import W8A8Tile
+from engine.ops.gemm.scaled_operands import ScaledOperands
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.ops.norm.rms_norm import _add_norm_kernel, add_rms_norm
 
@@ -56,7 +57,7 @@ def launch_gluon():
     x, weight = torch.zeros(128, 256, dtype=torch.int8), torch.zeros(256, 256, dtype=torch.int8)
     out, scale = torch.zeros(128, 256, dtype=torch.bfloat16), torch.ones(256)
     tile = W8A8Tile(rows=128, outputs=128, warps=8, stages=4, persistent=True)
-    persistent_matmul.launch(out, x, scale, weight, scale, None, tile, Workspace(torch.device("cpu")))
+    persistent_matmul.launch(out, ScaledOperands(x, scale, weight, scale, None), tile, Workspace(torch.device("cpu")))
 
 def load(*kernels):
     return [one.result().name for kernel in kernels for one in kernel.device_caches[0][0].values()]

@@ -10,6 +10,7 @@ from engine.ops.activation.act_and_mul import ACTIVATIONS, act_and_mul
 from engine.ops.activation.quantize_rows import VALUE_ROW_MULTIPLE
 from engine.ops.gemm import persistent_matmul, specialized_matmul
 from engine.ops.gemm.scaled_matmul import GATED_TILE, gated_matmul, matmul
+from engine.ops.gemm.scaled_operands import ScaledOperands
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.plugins.quant.w8a8_waves import SQUARE_TILE
 
@@ -30,8 +31,8 @@ def test_specialized_warps_write_every_output_with_the_bits_of_the_others(
     operands = Operands(kind, rows, weight_rows, inputs, hopper, biased=rows == 257, half=torch.bfloat16)
     codes = (operands.x_codes, operands.x_scale, operands.weight, operands.scale, operands.bias)
     results = [torch.full((rows, weight_rows), torch.nan, dtype=torch.bfloat16, device=hopper) for _ in range(2)]
-    specialized_matmul.launch(results[0], *codes, GATED_TILE)
-    persistent_matmul.launch(results[1], *codes, GATED_TILE, Workspace(hopper))
+    specialized_matmul.launch(results[0], ScaledOperands(*codes), GATED_TILE)
+    persistent_matmul.launch(results[1], ScaledOperands(*codes), GATED_TILE, Workspace(hopper))
     assert not results[0].isnan().any()
     assert torch.equal(*results)
 
@@ -48,7 +49,7 @@ def test_gated_products_have_the_bits_of_separate_kernels(
     operands = Operands(kind, rows, 2 * size, inputs, hopper, biased=rows == 257, half=half)
     codes = (operands.x_codes, operands.x_scale, operands.weight, operands.scale, operands.bias)
     found = torch.full((rows, size), torch.nan, dtype=half, device=hopper)
-    specialized_matmul.launch(found, *codes, GATED_TILE, activation=activation)
+    specialized_matmul.launch(found, ScaledOperands(*codes), GATED_TILE, activation=activation)
     check_close(found, gated_activation(activation)(operands.exact(codes=True)), LIMIT)
     assert torch.equal(found, act_and_mul(matmul(*codes, half, GATED_TILE, Workspace(hopper)), activation))
     others = before_others(codes[0], VALUE_ROW_MULTIPLE)

@@ -16,6 +16,7 @@ from engine.ops.activation.act_and_mul import ACTIVATIONS, act_and_mul
 from engine.ops.activation.quantize_rows import VALUE_ROW_MULTIPLE
 from engine.ops.gemm import transposed_launch
 from engine.ops.gemm.scaled_matmul import W8A8Tile, matmul
+from engine.ops.gemm.scaled_operands import ScaledOperands
 from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, Workspace
 from engine.ops.gemm.transposed_launch import PART, PIECE, TransposedTile, shared_tiles, transposed_matmul
 from engine.plugins.quant.w8a8_tiles import TRANSPOSED_ROWS, TRANSPOSED_TILES
@@ -144,7 +145,7 @@ def test_products_equal_float64_and_repeat(
         if rows > tile.rows:
             continue
         first = torch.full((rows, weight_rows), torch.nan, dtype=half, device=hopper)
-        transposed_launch.launch(first, *codes, tile, workspace)
+        transposed_launch.launch(first, ScaledOperands(*codes), tile, workspace)
         check_close(first, operands.exact(codes=True), LIMIT)
         assert kind == "fp8" or torch.equal(first, present)
         others = before_others(codes[0], VALUE_ROW_MULTIPLE)
@@ -169,7 +170,7 @@ def test_gated_products_equal_separate_kernels_in_int8_to_the_last_bit(
         if rows > tile.rows:
             continue
         found = torch.full((rows, size), torch.nan, dtype=half, device=hopper)
-        transposed_launch.launch(found, *codes, tile, workspace, activation=activation)
+        transposed_launch.launch(found, ScaledOperands(*codes), tile, workspace, activation=activation)
         check_close(found, gated_activation(activation)(operands.exact(codes=True)), LIMIT)
         if kind == "int8":
             separate = act_and_mul(transposed_matmul(*codes, half, tile, workspace), activation)
