@@ -19,28 +19,8 @@ MAX_REGISTERS = 255
 """Registers of a thread."""
 TILE_ROWS = 16
 """Rows of W of the smallest tile."""
-MIN_SIDE = 1024
-"""4 bits: up to this many rows of W or inputs, and SMALL_BYTES of weights, other kernels are faster at one row."""
-SMALL_BYTES = 2**23
-W8_MIN_SIDE = 4096
-FLOAT8_SMALL_BYTES = 2**25
-"""Float8: with fewer rows of W or inputs than W8_MIN_SIDE and at most this many bytes, other kernels are faster at one
-row."""
-W8_MAX_TILES = 8
-"""8 bits: most TILE_ROWS per multiprocessor, unless gated: more were not measured."""
-MIN_FILLED = 0.75
-"""8 bits: of long inputs, programs have four warps if there are this part of those that can run at the same time;
-otherwise two warps, of which twice as many can. The same of eight warps and int8, where three programs can."""
-MIN_FILLED_OF_EIGHT = 0.95
-"""The same of eight warps where two programs can run, whatever the inputs."""
-MIN_BLOCKS_OF_EIGHT = 32
-"""8 bits: minimum blocks that eight warps divide."""
-MIN_BLOCKS_OF_SPLITS = 24
-"""8 bits: minimum blocks that are split, and minimum blocks of a split of four warps."""
-MIN_BLOCKS_OF_TWO = 8
-"""8 bits: minimum blocks of a split of two warps."""
 LONG_INPUTS = 24
-"""With more blocks of 256 inputs than this, eight warps divide them."""
+"""4 bits: with more blocks of 256 inputs than this, eight warps divide them."""
 
 
 @frozen(kw_only=True)
@@ -81,6 +61,79 @@ class FewRowsTile:
         return -(-weight_rows // self.rows), self.splits
 
 
+@frozen(kw_only=True)
+class SmallWeights:
+    """Weights by which other kernels multiply faster at one row."""
+
+    side: int
+    """Rows of W or inputs, whichever are fewer, at most."""
+    weight_bytes: int
+    """Bytes of W, at most."""
+
+    def includes(self, shape: WeightOnlyShape) -> bool:
+        """Whether a shape is one of them."""
+        return min(shape.weight_rows, shape.inputs) <= self.side and shape.weight_bytes <= self.weight_bytes
+
+
+SMALL_4_BITS = SmallWeights(side=1024, weight_bytes=2**23)
+SMALL_FLOAT8 = SmallWeights(side=4095, weight_bytes=2**25)
+
+
+@frozen(kw_only=True)
+class EightWarps:
+    """A tile of eight warps for 8-bit weights, and where it is the fastest."""
+
+    tile: FewRowsTile
+    min_filled: float
+    """Part of the programs that can run at the same time which the tiles of W fill, at least. They fill all at most."""
+    min_blocks: int
+    """Blocks of inputs that the warps divide, at least."""
+    int8_only: bool = False
+
+    def suits(self, shape: WeightOnlyShape, tiles: int, sms: int) -> bool:
+        """Whether it is the fastest for a shape with this many tiles of W."""
+        programs = self.tile.programs * sms
+        is_filled = programs * self.min_filled <= tiles <= programs
+        has_type = not self.int8_only or shape.layout.value_type == "signed"
+        return is_filled and has_type and shape.blocks >= self.min_blocks
+
+
+@frozen(kw_only=True)
+class SplitTile:
+    """A tile for 8-bit weights whose inputs several programs may divide."""
+
+    tile: FewRowsTile
+    """Without splits."""
+    min_blocks: int
+    """Blocks of inputs of a split, at least."""
+
+    def split(self, shape: WeightOnlyShape, tiles: int, sms: int) -> FewRowsTile:
+        """The tile with as many splits as can run at the same time, for a shape with this many tiles of W."""
+        most = min(self.tile.programs * sms // tiles, shape.blocks // self.min_blocks)
+        return evolve(self.tile, splits=even_splits(most, shape.blocks))
+
+
+W8_MAX_TILES = 8
+"""8 bits: most TILE_ROWS per multiprocessor, unless gated: more were not measured."""
+W8_LONG_INPUTS = 2 * LONG_INPUTS
+"""8 bits: with more blocks of 128 inputs than this, the inputs of a tile are split."""
+EIGHT_WARPS = (
+    EightWarps(tile=FewRowsTile(rows=16, warps=8, ahead=2, x_ahead=4, programs=2), min_filled=0.95, min_blocks=32),
+    EightWarps(
+        tile=FewRowsTile(rows=16, warps=8, ahead=1, x_ahead=2, programs=3),
+        min_filled=0.75,
+        min_blocks=W8_LONG_INPUTS + 1,
+        int8_only=True,
+    ),
+)
+"""The first one that suits a shape is used."""
+FOUR_WARPS = SplitTile(tile=FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=4), min_blocks=24)
+TWO_WARPS = SplitTile(tile=FewRowsTile(rows=16, warps=2, ahead=2, x_ahead=2, programs=8), min_blocks=8)
+MIN_FILLED = 0.75
+"""8 bits: programs have four warps if there are this part of those that can run at the same time; otherwise they have
+two, and twice as many can run."""
+
+
 def supports_few_rows(shape: WeightOnlyShape, rows: int) -> bool:
     """Whether a kernel for few rows has the layout of the weights, and x that many rows."""
     layout = shape.layout
@@ -95,38 +148,34 @@ def suits_few_rows(shape: WeightOnlyShape, rows: int, sms: int) -> bool:
     """Whether a kernel for few rows has the layout of the weights, and is the fastest."""
     if not supports_few_rows(shape, rows):
         return False
-    side = min(shape.weight_rows, shape.inputs)
     if shape.layout.bits == 4:
-        return not (rows == 1 and side <= MIN_SIDE and shape.weight_bytes <= SMALL_BYTES)
-    has_tile = shape.gated or shape.weight_rows <= W8_MAX_TILES * TILE_ROWS * sms
-    is_slow = rows == 1 and shape.layout.value_type == "float8"
-    return has_tile and not (is_slow and side < W8_MIN_SIDE and shape.weight_bytes <= FLOAT8_SMALL_BYTES)
+        return not (rows == 1 and SMALL_4_BITS.includes(shape))
+    if rows == 1 and shape.layout.value_type == "float8" and SMALL_FLOAT8.includes(shape):
+        return False
+    return shape.gated or shape.weight_rows <= W8_MAX_TILES * TILE_ROWS * sms
 
 
 def _w8_tile(shape: WeightOnlyShape, sms: int) -> FewRowsTile:
     """As `few_rows_tile`, for 8-bit weights."""
     tiles = -(-shape.weight_rows // TILE_ROWS)
     if tiles > 16 * sms:
-        return FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=4)
+        return FOUR_WARPS.tile
     if tiles > 8 * sms:
         return FewRowsTile(rows=64, warps=4, ahead=2, x_ahead=2, programs=4, row_warps=4)
     if tiles > 4 * sms and shape.gated:
         return FewRowsTile(rows=32, warps=4, ahead=2, x_ahead=2, programs=4, row_warps=2)
-    two_warps = FewRowsTile(rows=16, warps=2, ahead=2, x_ahead=2, programs=8)
-    four_warps = FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=4)
     if tiles > 4 * sms:
-        return two_warps
-    if 2 * sms * MIN_FILLED_OF_EIGHT <= tiles <= 2 * sms and shape.blocks >= MIN_BLOCKS_OF_EIGHT:
-        return FewRowsTile(rows=16, warps=8, ahead=2, x_ahead=4, programs=2)
-    is_long = shape.blocks > 2 * LONG_INPUTS
-    if is_long and shape.layout.value_type == "signed" and 3 * sms * MIN_FILLED <= tiles <= 3 * sms:
-        return FewRowsTile(rows=16, warps=8, ahead=1, x_ahead=2, programs=3)
-    splits = even_splits(min(4 * sms // tiles, shape.blocks // MIN_BLOCKS_OF_SPLITS), shape.blocks) if is_long else 1
-    is_filled = tiles * splits >= 4 * sms * MIN_FILLED
-    if is_filled or not (is_long or (tiles <= sms and shape.blocks >= MIN_BLOCKS_OF_SPLITS)):
-        return evolve(four_warps, splits=splits)
-    splits = even_splits(min(8 * sms // tiles, shape.blocks // MIN_BLOCKS_OF_TWO), shape.blocks)
-    return evolve(two_warps, splits=splits)
+        return TWO_WARPS.tile
+    for eight in EIGHT_WARPS:
+        if eight.suits(shape, tiles, sms):
+            return eight.tile
+    is_long = shape.blocks > W8_LONG_INPUTS
+    if not is_long and (tiles > sms or shape.blocks < FOUR_WARPS.min_blocks):
+        return FOUR_WARPS.tile
+    four = FOUR_WARPS.split(shape, tiles, sms) if is_long else FOUR_WARPS.tile
+    if tiles * four.splits >= four.programs * sms * MIN_FILLED:
+        return four
+    return TWO_WARPS.split(shape, tiles, sms)
 
 
 def even_splits(most: int, blocks: int) -> int:
