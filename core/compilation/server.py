@@ -23,8 +23,9 @@ import threading
 import time
 import warnings
 from contextlib import suppress
+from hashlib import sha256
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from attrs import frozen
 
@@ -43,6 +44,8 @@ MAX_ERROR_BYTES = 4096
 """Fits into a pipe that is not read yet."""
 MAX_PROCESSES = 32
 """Children at a time: each has some 100 MB of its own, and a start has about 100 kernels."""
+PLACE_BYTES = 7
+"""Of the place of a launcher's lock: a lock's place is less than 2^63."""
 NICENESS = 5
 """The process that starts the engine goes first."""
 
@@ -184,8 +187,29 @@ def prepare() -> MakeLauncher | None:
         driver.set_active(backends["nvidia"].driver())
     except Exception:  # without the driver's library there are no launchers to compile
         return None
-    made: MakeLauncher = driver.active.launcher_cls
-    return made
+    return one_at_a_time(driver.active.launcher_cls)
+
+
+def one_at_a_time(make_launcher: MakeLauncher) -> MakeLauncher:
+    """Make equal launchers one after another: the first runs the C compiler, and the others find its result on disk.
+
+    Kernels of equal signatures have equal launchers, and children that compile such kernels often finish together.
+    """
+    import fcntl
+
+    locks = os.memfd_create("launchers")
+
+    def make(source: Any, metadata: Any) -> object:
+        # A lock of one byte per launcher: it is the process's, and ends with the process.
+        described = repr((list(source.signature.values()), getattr(metadata, "tensordesc_meta", None)))
+        place = int.from_bytes(sha256(described.encode()).digest()[:PLACE_BYTES])
+        fcntl.lockf(locks, fcntl.LOCK_EX, 1, place)
+        try:
+            return make_launcher(source, metadata)
+        finally:
+            fcntl.lockf(locks, fcntl.LOCK_UN, 1, place)
+
+    return make
 
 
 def _make_driver_utilities() -> None:
