@@ -26,7 +26,8 @@ from engine.core.runner.device_state import GroupState
 from engine.core.runner.drafter import Drafter
 from engine.core.speculators.device import DeviceSpeculator
 from engine.core.startup import Phases
-from engine.core.weights.loader import WeightSource, load_weights, weight_source
+from engine.core.weights.loader import load_weights
+from engine.core.weights.sources import WeightSource, weight_source
 
 if TYPE_CHECKING:
     from engine.core.attention.base import AttentionBackend

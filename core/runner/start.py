@@ -65,7 +65,8 @@ from engine.core.schedulers.prompt_step import SEQUENCE, SHORT_PROMPTS, chunked_
 from engine.core.startup import Phases
 from engine.core.types import CacheInfo
 from engine.core.weights.checkpoint import Checkpoint
-from engine.core.weights.loader import WeightSource, load_weights, weight_source
+from engine.core.weights.loader import load_weights
+from engine.core.weights.sources import WeightSource, weight_source
 
 if TYPE_CHECKING:
     from engine.core.runner.drafter_start import DrafterStart

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
         read_json as read_json,
         read_key as read_key,
     )
-    from engine.core.weights.loader import (
+    from engine.core.weights.loader import load_weights as load_weights
+    from engine.core.weights.sources import (
         DummySource as DummySource,
         SafetensorsSource as SafetensorsSource,
         WeightSource as WeightSource,
-        load_weights as load_weights,
     )
     from engine.core.weights.tensor_file import StoredTensor as StoredTensor, TensorFile as TensorFile
 
@@ -35,11 +35,11 @@ __getattr__, __dir__, __all__ = exports(
         "read_json",
         "read_key",
     ),
-    loader=(
+    loader=("load_weights",),
+    sources=(
         "DummySource",
         "SafetensorsSource",
         "WeightSource",
-        "load_weights",
     ),
     tensor_file=(
         "StoredTensor",

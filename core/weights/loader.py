@@ -1,79 +1,23 @@
-"""Loads weights from safetensors files, or random ones, into layers: layer by layer, so that peak memory stays low."""
+"""Loads weights into layers: layer by layer, so that peak memory stays low."""
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from fnmatch import fnmatchcase
-from hashlib import blake2b
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from engine.core.errors import CheckpointError
-from engine.core.layers.former_prefixes import FormerPrefixes
 from engine.core.layers.layer_factory import LayerFactory
 from engine.core.plugin_host.faults import blame
-from engine.core.quant.base import TensorSpec, stored_tensor
-from engine.core.weights.checkpoint import INDEX, PICKLES, SINGLE, Checkpoint, listed, read_json
-from engine.core.weights.host_memory import host_tensor
+from engine.core.quant.base import TensorSpec
 from engine.core.weights.readers import PendingReads, ReaderPool, ReadTask, auto_threads
-from engine.core.weights.tensor_file import TensorFile
+from engine.core.weights.sources import WeightSource, shard_range
 
-if TYPE_CHECKING:
-    from engine.core.config.tree import ModelConfig
-
-ONE = (1,)
-"""Shape of a TensorSpec of one number, which a checkpoint may store with any number of dimensions."""
 READ_AHEAD_BYTES = 512 << 20
 """Bytes of tensors (512 MiB) that are read ahead of the layer being filled. A larger layer is read alone."""
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in total, on this rank."""
-Owners = Callable[[], Mapping[str, str]]
-"""Returns how errors name the plugins that ask for tensors, by the tensor's name; the model asks for the others."""
-MODEL = "the model"
-"""How errors name what asks for a tensor that is no plugin's."""
-
-
-class WeightSource(ABC):
-    """Source of a model's tensors."""
-
-    @property
-    def names(self) -> Collection[str] | None:
-        """Names of all tensors. None: the source has every tensor that a model asks for."""
-        return None
-
-    def rename(self, former: Mapping[str, str]) -> None:  # noqa: B027  (a default)
-        """Let tensors be found whose names begin with a former prefix (`former`: prefix -> former prefix).
-
-        Called before `check`. This default is for sources that have every name.
-        """
-
-    @abstractmethod
-    def check(
-        self, specs: Mapping[str, TensorSpec], ignored: Sequence[str], owners: Owners = dict
-    ) -> Mapping[str, int]:
-        """Check, before any tensor is read, that the source has all of `specs` and else only names matching `ignored`.
-
-        Returns the bytes of each tensor, without absent optional ones. Raises CheckpointError if the check fails.
-        owners: called for such an error.
-        """
-
-    def check_tied(self, tied: Mapping[str, str]) -> None:  # noqa: B027  (a default)
-        """Check that tensors which are not read equal those used instead (`tied`), where the source has both.
-
-        Raises CheckpointError if the check fails. This default is for sources that have no tensor twice.
-        """
-
-    @abstractmethod
-    def allocate(
-        self, name: str, spec: TensorSpec, *, rank: int, ranks: int, device: str
-    ) -> tuple[torch.Tensor, Iterable[ReadTask]]:
-        """Memory on the device for this rank's shard of a tensor, and the tasks that fill it. Called after `check`."""
 
 
 def load_weights(
@@ -154,242 +98,6 @@ class _ReadAhead:
             self._started.append((tensors, self._readers.submit(tasks), sum(self._sizes[name] for name in specs)))
 
 
-class SafetensorsSource(WeightSource):
-    """The safetensors files of a checkpoint: one file, or several with an index."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        """Open the files and read their headers. Raises CheckpointError if a file is missing or damaged."""
-        self._directory = checkpoint.path
-        self._file_of = self._locate()
-        self._prefixes = FormerPrefixes({}, ())
-        self._files = {name: TensorFile(checkpoint.path / name) for name in sorted(set(self._file_of.values()))}
-        for tensor, name in self._file_of.items():
-            if tensor not in self._files[name].tensors:
-                raise CheckpointError(f"{INDEX} says that {name} holds {tensor}, but it does not; fetch both again")
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._file_of.keys()
-
-    def rename(self, former: Mapping[str, str]) -> None:
-        """As WeightSource.rename, for prefixes that no tensor has."""
-        self._prefixes = FormerPrefixes(former, self._file_of)
-
-    def check(
-        self, specs: Mapping[str, TensorSpec], ignored: Sequence[str], owners: Owners = dict
-    ) -> Mapping[str, int]:
-        """Check names, shapes and dtypes against the files' headers."""
-        stored = {name: self._in_file(stored_tensor(name, spec)) for name, spec in specs.items()}
-        missing = {
-            name: stored[name]
-            for name, spec in specs.items()
-            if not spec.optional and stored[name] not in self._file_of
-        }
-        if missing:
-            names, owner_of = sorted(set(missing.values())), owners()
-            askers = sorted({owner_of.get(name, MODEL) for name in missing})
-            raise CheckpointError(
-                f"{self._directory} lacks {len(names)} tensor(s) that {' and '.join(askers)}"
-                f" {'needs' if len(askers) == 1 else 'need'}: {listed(names)};"
-                f" it has {len(self._file_of)} in {listed(sorted(self._files))}"
-            )
-        wanted = set(stored.values())
-        left_over = [
-            name
-            for name in self._file_of
-            if name not in wanted
-            and not any(
-                fnmatchcase(one, pattern) for one in {name, self._prefixes.present(name)} for pattern in ignored
-            )
-        ]
-        if left_over:
-            others = sorted(set(owners().values()))
-            know = f"neither {' nor '.join([MODEL, *others])} knows" if others else f"{MODEL} does not know"
-            raise CheckpointError(
-                f"{self._directory} has {len(left_over)} tensor(s) that {know}: {listed(left_over)};"
-                " config.json or the architecture may not be those of these weights"
-            )
-        return {
-            name: self._check(name, stored[name], spec, owners)
-            for name, spec in specs.items()
-            if stored[name] in self._file_of
-        }
-
-    def check_tied(self, tied: Mapping[str, str]) -> None:
-        """Compares the stored bytes."""
-        for pair in tied.items():
-            name, used = map(self._in_file, pair)
-            if name not in self._file_of or used not in self._file_of:
-                continue
-            file, other = self._files[self._file_of[name]], self._files[self._file_of[used]]
-            if not file.holds_equal(name, other, used):
-                raise CheckpointError(
-                    f"config.json has tie_word_embeddings: true, but {name} and {used} in {self._directory} differ; set"
-                    f" tie_word_embeddings to false to compute with both, or remove {name} from the checkpoint"
-                )
-
-    def allocate(
-        self, name: str, spec: TensorSpec, *, rank: int, ranks: int, device: str
-    ) -> tuple[torch.Tensor, Iterable[ReadTask]]:
-        # On a CPU, too, tensors are copied into new memory: those in a mapped file are not aligned, and would change
-        # when the file is written to.
-        name = self._in_file(stored_tensor(name, spec))
-        file = self._files[self._file_of[name]]
-        stored = file.tensors[name]
-        shape, dim, index = list(spec.shape if spec.shape == ONE else stored.shape), 0, 0
-        if spec.shard_dim is not None:
-            dim = spec.shard_dim
-            size, start = shape[dim], 0
-            if spec.stored_in is not None:
-                size, start = spec.shape[dim], spec.stored_in.start
-            part = _shard_range(name, spec, size, rank, ranks)
-            shape[dim], index = len(part) * spec.shard_parts, start + part.start
-        dtype = _torch_type(stored.dtype)
-        on_cpu = torch.device(device).type == "cpu"
-        tensor = host_tensor(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=device)
-        return tensor, file.read_tasks(name, dim, index, tensor, spec.shard_parts)
-
-    def _in_file(self, name: str) -> str:
-        """The name of a tensor in its file. name: that, or the name by which the model asks for it."""
-        return name if name in self._file_of else self._prefixes.stored(name)
-
-    def _locate(self) -> dict[str, str]:
-        """Tensor -> file. Raises CheckpointError where one file and an index of others are two sets of weights."""
-        if (self._directory / INDEX).is_file():
-            file_of = self._read_index()
-            others = sorted(set(file_of.values()) - {SINGLE})
-            if others and (self._directory / SINGLE).is_file():
-                raise CheckpointError(
-                    f"{self._directory} has {SINGLE}, and {INDEX} of other files ({listed(others)}), which may be"
-                    " different weights; remove the one or the others"
-                )
-            return file_of
-        if (self._directory / SINGLE).is_file():
-            return dict.fromkeys(TensorFile(self._directory / SINGLE).tensors, SINGLE)
-        names = sorted(entry.name for entry in self._directory.iterdir())
-        pickled = [name for name in names if name.endswith(PICKLES)]
-        if pickled:
-            raise CheckpointError(
-                f"{self._directory} has weights only as pickles ({listed(pickled)}), which can run code when read and"
-                " are not loaded; convert them to safetensors (load with transformers, then save_pretrained)"
-            )
-        raise CheckpointError(
-            f"{self._directory} has neither {SINGLE} nor {INDEX}; it has {listed(names)}"
-            " (for random weights use --load-format dummy)"
-        )
-
-    def _read_index(self) -> dict[str, str]:
-        file_of = read_json(self._directory / INDEX).get("weight_map")
-        if not isinstance(file_of, dict) or not all(isinstance(name, str) for name in file_of.values()):
-            raise CheckpointError(f"{self._directory / INDEX} has no weight_map from tensors to files")
-        files = sorted(set(file_of.values()))
-        outside = [name for name in files if Path(name).name != name]
-        if outside:
-            raise CheckpointError(f"{self._directory / INDEX} names files elsewhere: {listed(outside)}")
-        absent = [name for name in files if not (self._directory / name).is_file()]
-        if absent:
-            raise CheckpointError(
-                f"{self._directory} lacks {len(absent)} of the {len(files)} files in {INDEX}: {listed(absent)}"
-            )
-        return file_of
-
-    def _check(self, name: str, in_file: str, spec: TensorSpec, owners: Owners) -> int:
-        """The bytes of a tensor. Raises CheckpointError if its shape or type is unexpected. in_file: its name there."""
-        stored = self._files[self._file_of[in_file]].tensors[in_file]
-        shape, dtype = stored.shape, stored.dtype
-        expected = _stored_shape(spec)
-        where = f"tensor {in_file} in {self._directory / self._file_of[in_file]}"
-        fits = (math.prod(shape) == 1 and expected == ONE) or (
-            len(shape) == len(expected) and all(want in (-1, size) for want, size in zip(expected, shape, strict=True))
-        )
-        if not fits:
-            raise CheckpointError(
-                f"{where} has shape {list(shape)}; {owners().get(name, MODEL)} expects {list(expected)}"
-            )
-        if dtype not in spec.dtypes:
-            raise CheckpointError(
-                f"{where} is of type {dtype}; {owners().get(name, MODEL)} expects {' or '.join(spec.dtypes)}"
-            )
-        return _nbytes(shape if spec.stored_in is None else spec.shape, dtype)
-
-
-class DummySource(WeightSource):
-    """Random weights by seed and tensor name, scaled so that activations stay finite."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self._seed = seed
-
-    def check(
-        self, specs: Mapping[str, TensorSpec], ignored: Sequence[str], owners: Owners = dict
-    ) -> Mapping[str, int]:
-        """All tensors but optional ones exist, in the first dtype that their specs accept."""
-        unknown = [name for name, spec in specs.items() if not spec.optional and -1 in spec.shape]
-        if unknown:
-            raise CheckpointError(
-                f"no random weights for tensors whose size only a checkpoint knows: {listed(unknown)}"
-            )
-        return {name: _nbytes(spec.shape, spec.dtypes[0]) for name, spec in specs.items() if not spec.optional}
-
-    def allocate(
-        self, name: str, spec: TensorSpec, *, rank: int, ranks: int, device: str
-    ) -> tuple[torch.Tensor, Iterable[ReadTask]]:
-        """Computed on the device, with no tasks left. The ranks' shards are not those of one whole tensor."""
-        shape = list(spec.shape)
-        shard = 0
-        if spec.shard_dim is not None:
-            part = _shard_range(name, spec, shape[spec.shard_dim], rank, ranks)
-            shape[spec.shard_dim] = len(part) * spec.shard_parts
-            shard = rank // spec.replicas  # replicas must be equal on all of their ranks
-        dtype = _torch_type(spec.dtypes[0])
-        generator = torch.Generator(device).manual_seed(_seed_of(f"{self._seed} {shard} {name}"))
-        return _random_tensor(name, shape, dtype, generator, device), ()
-
-
-def weight_source(checkpoint: Checkpoint, settings: ModelConfig) -> WeightSource:
-    """Where the weights of a checkpoint come from. Raises CheckpointError if a file is missing or damaged."""
-    return DummySource(settings.seed) if settings.load_format == "dummy" else SafetensorsSource(checkpoint)
-
-
-def _stored_shape(spec: TensorSpec) -> tuple[int, ...]:
-    """The shape of the tensor that has this one in the checkpoint."""
-    if spec.stored_in is None or spec.shard_dim is None:
-        return spec.shape
-    shape = list(spec.shape)
-    shape[spec.shard_dim] = spec.stored_in.size
-    return tuple(shape)
-
-
-def _random_tensor(
-    name: str, shape: list[int], dtype: torch.dtype, generator: torch.Generator, device: str
-) -> torch.Tensor:
-    """Numbers at the scale of trained weights: a matrix preserves the scale of its inputs, a norm's are about 1."""
-    if not dtype.is_floating_point:
-        limit = 2 if dtype == torch.bool else 128
-        return torch.randint(limit, shape, generator=generator, dtype=dtype, device=device)
-    wide = dtype.itemsize > 1  # normal_ does not support 8-bit dtypes
-    values = torch.empty(shape, dtype=dtype if wide else torch.float32, device=device)
-    if len(shape) == 1:
-        return values.normal_(1.0 if name.endswith("weight") else 0.0, 0.02, generator=generator).to(dtype)
-    fan_in = shape[-1] if shape else 1
-    return values.normal_(0.0, fan_in**-0.5, generator=generator).to(dtype)
-
-
-def _shard_range(name: str, spec: TensorSpec, size: int, rank: int, ranks: int) -> range:
-    """This rank's range of each part of a sharded dimension of that size.
-
-    Raises CheckpointError if ranks do not divide it.
-    """
-    if spec.shard_size is not None:
-        return range(min(rank * spec.shard_size, size), min((rank + 1) * spec.shard_size, size))
-    shards = ranks // spec.replicas
-    if size % (shards * spec.shard_parts):
-        raise CheckpointError(
-            f"{ranks} ranks cannot share tensor {name} evenly: it has {size} in the dimension to split"
-        )
-    count = size // (shards * spec.shard_parts)
-    return range(rank // spec.replicas * count, (rank // spec.replicas + 1) * count)
-
-
 def _rank_bytes(name: str, spec: TensorSpec, nbytes: int, rank: int, ranks: int) -> int:
     """Bytes of one rank's shard of a tensor of `nbytes`. Raises CheckpointError if ranks do not divide it."""
     if spec.shard_dim is None:
@@ -397,17 +105,4 @@ def _rank_bytes(name: str, spec: TensorSpec, nbytes: int, rank: int, ranks: int)
     size = spec.shape[spec.shard_dim]
     if size < 1:
         return nbytes // ranks
-    return nbytes // size * len(_shard_range(name, spec, size, rank, ranks)) * spec.shard_parts
-
-
-def _torch_type(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def _nbytes(shape: Sequence[int], dtype: str) -> int:
-    return math.prod(shape) * _torch_type(dtype).itemsize
-
-
-def _seed_of(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+    return nbytes // size * len(shard_range(name, spec, size, rank, ranks)) * spec.shard_parts

@@ -23,8 +23,8 @@ from engine.core.errors import ConfigError, ExecutorError
 from engine.core.layers import LayerFactory
 from engine.core.runner import graph_capture, start, start_graphs
 from engine.core.runner.runner import Runner
+from engine.core.weights import SafetensorsSource, load_weights
 from engine.core.weights.checkpoint import Checkpoint
-from engine.core.weights.loader import SafetensorsSource, load_weights
 from engine.testing.checkpoints import make_checkpoint
 from engine.testing.ranks import LoneRank, run_ranks, threaded_ranks
 from tests.core.runner.replays import ReplayByRunning

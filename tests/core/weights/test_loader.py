@@ -15,8 +15,9 @@ from engine.core.layers.linear import PlainKernel
 from engine.core.quant.base import LinearSpec, QuantMethod, TensorSpec
 from engine.core.weights import loader
 from engine.core.weights.checkpoint import Checkpoint
-from engine.core.weights.loader import DummySource, SafetensorsSource, WeightSource, load_weights
+from engine.core.weights.loader import load_weights
 from engine.core.weights.readers import ReaderPool, ReadTask
+from engine.core.weights.sources import DummySource, SafetensorsSource, WeightSource
 from engine.testing.ranks import LoneRank
 
 HIDDEN, INNER = 4, 6

@@ -11,8 +11,8 @@ import torch
 
 from engine.core.errors import CheckpointError
 from engine.core.models.base import Model
+from engine.core.weights import DummySource
 from engine.core.weights.checkpoint import Checkpoint
-from engine.core.weights.loader import DummySource
 from engine.plugins.models.llama import Llama
 from engine.plugins.models.mistral import Mistral
 from engine.plugins.models.qwen2 import Qwen2

@@ -13,8 +13,8 @@ from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
 from engine.core.layers import LayerFactory
 from engine.core.quant.base import LinearPart, LinearSpec
+from engine.core.weights import DummySource, SafetensorsSource, load_weights
 from engine.core.weights.checkpoint import Checkpoint
-from engine.core.weights.loader import DummySource, SafetensorsSource, load_weights
 from engine.plugins.quant.awq import Awq
 from engine.plugins.quant.compressed_tensors import CompressedTensors
 from engine.plugins.quant.gptq import Gptq
