@@ -6,6 +6,7 @@ from engine.core.lazy import exports
 
 if TYPE_CHECKING:
     from engine.core.plugin_host.cache_groups import cache_layout as cache_layout
+    from engine.core.plugin_host.choice import ChosenPlugin as ChosenPlugin, ask as ask, load_pair as load_pair
     from engine.core.plugin_host.derived import (
         DTYPES as DTYPES,
         attention_spec as attention_spec,
@@ -41,13 +42,10 @@ if TYPE_CHECKING:
     )
     from engine.core.plugin_host.registry import Plugins as Plugins, Registry as Registry
     from engine.core.plugin_host.selection import (
-        ChosenPlugin as ChosenPlugin,
         Parts as Parts,
-        ask as ask,
         check_names as check_names,
         choose_parser as choose_parser,
         find_quant as find_quant,
-        load_pair as load_pair,
         resolve as resolve,
     )
     from engine.core.plugin_host.signatures import wrong_signature as wrong_signature
@@ -55,6 +53,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = exports(
     __name__,
     cache_groups=("cache_layout",),
+    choice=("ChosenPlugin", "ask", "load_pair"),
     derived=(
         "DTYPES",
         "attention_spec",
@@ -90,13 +89,10 @@ __getattr__, __dir__, __all__ = exports(
     ),
     registry=("Plugins", "Registry"),
     selection=(
-        "ChosenPlugin",
         "Parts",
-        "ask",
         "check_names",
         "choose_parser",
         "find_quant",
-        "load_pair",
         "resolve",
     ),
     signatures=("wrong_signature",),

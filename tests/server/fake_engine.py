@@ -32,7 +32,7 @@ from attrs import define, evolve
 from engine.core.config.tree import EngineConfig
 from engine.core.errors import CapacityError, ConfigError, ControlBusyError, ExecutorError, InvalidRequestError
 from engine.core.executors.base import Health
-from engine.core.plugin_host.selection import ChosenPlugin
+from engine.core.plugin_host import ChosenPlugin
 from engine.core.types import CacheInfo, EngineStats, Output, Request, RequestTimes, SamplingParams, TokenLogprobs
 
 HELPER = "import time; time.sleep(60)"

@@ -30,13 +30,14 @@ from engine.core.executors.base import Executor
 from engine.core.hooks import hookimpl
 from engine.core.models.base import KVShape, Model, ModelSpec
 from engine.core.plugin_host.cache_groups import cache_layout
+from engine.core.plugin_host.choice import ChosenPlugin
 from engine.core.plugin_host.derived import attention_spec, max_len, resolve_dtype, resolve_kv_dtype, use_graphs
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS
 from engine.core.plugin_host.installed import PluginInfo
 from engine.core.plugin_host.load import load_plugins
 from engine.core.plugin_host.questions import model_question
 from engine.core.plugin_host.registry import Plugins
-from engine.core.plugin_host.selection import ChosenPlugin, Parts, check_names, find_quant, resolve
+from engine.core.plugin_host.selection import Parts, check_names, find_quant, resolve
 from engine.core.quant.base import QuantMethod
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.speculators.base import Speculator, SpeculatorSpec

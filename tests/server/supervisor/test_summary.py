@@ -8,7 +8,7 @@ from attrs import evolve
 from msgspec.structs import replace
 
 from engine.core.config.tree import EngineConfig
-from engine.core.plugin_host.selection import ChosenPlugin
+from engine.core.plugin_host import ChosenPlugin
 from engine.core.types import CacheInfo, SamplingParams
 from engine.server.shared.messages import Started
 from engine.server.supervisor.summary import curl, summary
