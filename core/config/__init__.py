@@ -22,7 +22,8 @@ if TYPE_CHECKING:
         canonical_key as canonical_key,
         describe as describe,
     )
-    from engine.core.config.structure import show as show, structure_options as structure_options
+    from engine.core.config.structure import structure_options as structure_options
+    from engine.core.config.structure_errors import show as show
     from engine.core.config.tree import (
         AUTO as AUTO,
         FEW_RUNNING as FEW_RUNNING,
@@ -43,7 +44,8 @@ __getattr__, __dir__, __all__ = exports(
     model_name=("is_hub_name", "served_name"),
     server=("ServerConfig",),
     setting_list=("Setting", "canonical_key", "describe"),
-    structure=("show", "structure_options"),
+    structure=("structure_options",),
+    structure_errors=("show",),
     tree=(
         "AUTO",
         "EngineConfig",

@@ -15,8 +15,10 @@ from attrs import frozen
 from engine.core.config.limits import BOUNDS, check_together
 from engine.core.config.model_name import is_hub_name
 from engine.core.config.setting_list import KeyPath, Setting, canonical, describe, join_key, spellings, split_key
-from engine.core.config.structure import load_yaml, show, structure
+from engine.core.config.structure import structure
+from engine.core.config.structure_errors import show
 from engine.core.config.tree import EngineConfig, OptionPlace, sections
+from engine.core.config.yaml_file import load_yaml
 from engine.core.errors import ConfigError, near_misses
 
 DEFAULT = "default"

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import attrs
 from attrs import frozen
 
-from engine.core.config.structure import show
+from engine.core.config.structure_errors import show
 from engine.core.config.tree import EngineConfig, OptionPlace, sections
 from engine.core.errors import ConfigError
 

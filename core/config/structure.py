@@ -1,21 +1,20 @@
-"""Converts untyped values to typed ones, never silently; errors are sentences that name the place of the value."""
+"""Converts untyped values to typed ones, never silently (structure_errors.py)."""
 
 from __future__ import annotations
 
 import collections.abc
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
 from itertools import cycle
 from pathlib import Path, PurePath
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 import attrs
 import cattrs
-from attrs import evolve, field, frozen
 from cattrs.errors import (
     AttributeValidationNote,
     ClassValidationError,
@@ -24,20 +23,22 @@ from cattrs.errors import (
     IterableValidationNote,
 )
 
-from engine.core.errors import ConfigError, EngineError, near_misses
+from engine.core.config.structure_errors import (
+    TYPE_NAMES,
+    NoMemberError,
+    Place,
+    UnsupportedTypeError,
+    WrongTypeError,
+    given_at,
+    mistake_of,
+    sentences_of,
+    show,
+)
+from engine.core.errors import ConfigError, near_misses
 
 if TYPE_CHECKING:
     from engine.core.config.tree import OptionPlace
 
-_NAMES: Mapping[type, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a string",
-    list: "a list",
-    dict: "a table",
-    type(None): "nothing",
-}
 _LISTS: Mapping[Any, type] = {
     list: list,
     tuple: tuple,
@@ -48,46 +49,6 @@ _LISTS: Mapping[Any, type] = {
 }
 """Types that are written as a list -> what is made of the list."""
 _TABLES = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
-TYPES = (
-    "bool, int, float, str, pathlib.Path, Literal, an Enum (by the values of its members), an attrs class, list, tuple,"
-    " set, frozenset, dict, Sequence, Mapping, Any, or a union of these (X | None)"
-)
-"""The types that an option of a plugin may have."""
-
-
-@frozen
-class _Place:
-    """The place of a value, as errors name it."""
-
-    text: str
-    places: Mapping[tuple[str, ...], OptionPlace] = field(factory=dict)
-    """Where each value was given, by its path."""
-    path: tuple[str, ...] = ()
-
-    def of(self, error: BaseException) -> _Place:
-        """The place of one value of this table or list: that of an error, which has a note about it."""
-        place = self
-        for note in getattr(error, "__notes__", ()):
-            if isinstance(note, AttributeValidationNote):
-                place = self._key(note.name)
-            elif isinstance(note, IterableValidationNote):
-                in_list = isinstance(note.index, int)
-                place = evolve(self, text=f"{self.text}[{note.index}]") if in_list else self._key(str(note.index))
-        return place
-
-    def _key(self, name: str) -> _Place:
-        return evolve(self, text=f"{self.text}.{name}", path=(*self.path, name))
-
-    def sentence(self, problem: str, *names: str) -> str:
-        """A problem with the value, or with the value of this name in the table, and where it was given."""
-        found = _given(self.places, (*self.path, *names))
-        origins = " and ".join(dict.fromkeys(one.origin for one in found))
-        return f"{origins}: {self.text}{problem}" if origins else f"{self.text}{problem}"
-
-
-def _given(places: Mapping[tuple[str, ...], OptionPlace], path: tuple[str, ...]) -> list[OptionPlace]:
-    """Where the value of a path was given: with a value around it, or itself, in one part or several."""
-    return [one for given, one in places.items() if path[: len(given)] == given or given[: len(path)] == path]
 
 
 def structure(value: Any, kind: Any, where: str) -> tuple[Any, list[str]]:
@@ -95,7 +56,7 @@ def structure(value: Any, kind: Any, where: str) -> tuple[Any, list[str]]:
     try:
         return _Converter({}).structure(value, kind), []
     except Exception as error:
-        return value, _sentences(error, _Place(where))
+        return value, sentences_of(error, Place(where))
 
 
 def structure_options(
@@ -111,7 +72,7 @@ def structure_options(
     Raises ConfigError for an unknown key, a wrong type, or a refusal of the class itself (ValueError, TypeError or
     EngineError). Any other exception is a bug of the class and passes unchanged.
     """
-    place = _Place(where, places)
+    place = Place(where, places)
     if cls is None:
         if options:
             raise ConfigError(
@@ -121,65 +82,10 @@ def structure_options(
     try:
         return _Converter(places).structure(options, cls)
     except Exception as error:
-        mistake = _mistake(error)
+        mistake = mistake_of(error)
         if mistake is not None:
             raise mistake from None
-        raise ConfigError("\n".join(_sentences(error, place))) from error
-
-
-def show(value: Any) -> tuple[str, str]:
-    """A value in TOML syntax, and the name of its type."""
-    if isinstance(value, bool):
-        return str(value).lower(), _NAMES[bool]
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"', _NAMES[str]
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(show(one)[0] for one in value)}]", _NAMES[list]
-    return str(value), _NAMES.get(type(value), type(value).__name__)
-
-
-def load_yaml(text: str, where: str) -> Mapping[str, Any]:
-    """Parse a YAML mapping. Raises ConfigError, also for a duplicate key."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """Refuses duplicate keys, which SafeLoader silently drops."""
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            """Build a mapping; refuse a duplicate key."""
-            seen = set()
-            for key, _ in node.value:
-                if str(key.value) in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
-                seen.add(str(key.value))
-            return super().construct_mapping(node, deep)
-
-    try:
-        found = yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where} is not valid YAML: {error}") from error
-    if found is None:
-        return {}
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ConfigError(f"{where}: expected sections, found {show(found)[1]}; write `model:` and its keys below it")
-    return found
-
-
-class _WrongTypeError(Exception):
-    """A value has another type than its setting."""
-
-
-class _UnsupportedTypeError(Exception):
-    """An option is declared with a type to which no setting can be converted."""
-
-
-class _NoMemberError(Exception):
-    """No member of a union accepts a value."""
-
-    def __init__(self, message: str, tried: Sequence[tuple[str, Exception]]) -> None:
-        super().__init__(message)
-        self.tried = tried
-        """(type, for people to read; its error)."""
+        raise ConfigError("\n".join(sentences_of(error, place))) from error
 
 
 class _Converter(cattrs.Converter):
@@ -214,16 +120,16 @@ class _Converter(cattrs.Converter):
         if isinstance(value, PurePath):
             return kind(value)
         if not isinstance(value, str):
-            raise _WrongTypeError(f"expected a path, which is a string, found {_found(value)}")
+            raise WrongTypeError(f"expected a path, which is a string, found {_found(value)}")
         if not value:
             return kind(value)
-        [directory] = [one.directory for one in _given(self._places, self._path)[:1]] or [""]
+        [directory] = [one.directory for one in given_at(self._places, self._path)[:1]] or [""]
         return kind(directory, os.path.expanduser(value))
 
 
 def _unsupported_hook(kind: Any) -> Callable[[Any, Any], Any]:
     def hook(value: Any, _: Any) -> Any:
-        raise _UnsupportedTypeError(f"no setting can be converted to {_name(kind)}")
+        raise UnsupportedTypeError(f"no setting can be converted to {_name(kind)}")
 
     return hook
 
@@ -232,13 +138,13 @@ def _exact(value: Any, kind: type) -> Any:
     if _is_choice(kind):  # an IntEnum or StrEnum, for which cattrs takes the hook of int or str
         return _choice(value, kind)
     if type(value) is not kind:
-        raise _WrongTypeError(f"expected {_name(kind)}, found {_found(value)}")
+        raise WrongTypeError(f"expected {_name(kind)}, found {_found(value)}")
     return value
 
 
 def _number(value: Any, _: type) -> float:
     if type(value) not in (int, float) or not math.isfinite(value):
-        raise _WrongTypeError(f"expected {_NAMES[float]}, found {_found(value)}")
+        raise WrongTypeError(f"expected {TYPE_NAMES[float]}, found {_found(value)}")
     return float(value)
 
 
@@ -259,7 +165,7 @@ def _choice(value: Any, kind: Any) -> Any:
         with suppress(ValueError):
             return kind(value)
     known = [plain if isinstance(plain, str) else show(plain)[0] for plain, _ in choices]
-    raise _WrongTypeError(f"{show(value)[0]} is no choice; {near_misses(str(value), known)}")
+    raise WrongTypeError(f"{show(value)[0]} is no choice; {near_misses(str(value), known)}")
 
 
 def _is_list(kind: Any) -> bool:
@@ -273,9 +179,9 @@ def _list_hook(kind: Any, converter: Any) -> Callable[[Any, Any], Any]:
 
     def hook(value: Any, _: Any) -> Any:
         if not isinstance(value, list | tuple | set | frozenset):
-            raise _WrongTypeError(f"expected {_NAMES[list]}, written [a, b], found {_found(value)}")
+            raise WrongTypeError(f"expected {TYPE_NAMES[list]}, written [a, b], found {_found(value)}")
         if fixed and len(value) != len(arguments):
-            raise _WrongTypeError(f"expected a list of {len(arguments)}, found {_found(value)}")
+            raise WrongTypeError(f"expected a list of {len(arguments)}, found {_found(value)}")
         items, errors = [], []
         for index, (one, inner) in enumerate(zip(value, arguments if fixed else cycle(arguments[:1]), strict=False)):
             try:
@@ -300,7 +206,7 @@ def _dict_hook(kind: Any, converter: Any) -> Callable[[Any, Any], Any]:
 
     def hook(value: Any, _: Any) -> Any:
         if not isinstance(value, Mapping):
-            raise _WrongTypeError(f"expected {_NAMES[dict]}, found {_found(value)}")
+            raise WrongTypeError(f"expected {TYPE_NAMES[dict]}, found {_found(value)}")
         items: dict[Any, Any] = {}
         errors = []
         for key, one in value.items():
@@ -324,7 +230,7 @@ def _attrs_hook(kind: Any, converter: Any) -> Callable[[Any, Any], Any]:
 
     def hook(value: Any, _: Any) -> Any:
         if not isinstance(value, Mapping):
-            raise _WrongTypeError(f"expected {_NAMES[dict]}, found {_found(value)}")
+            raise WrongTypeError(f"expected {TYPE_NAMES[dict]}, found {_found(value)}")
         arguments: dict[str, Any] = {}
         errors: list[Exception] = []
         for name, one in fields.items():
@@ -367,7 +273,7 @@ def _union_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], 
                 return converter.structure(value, member)
             except Exception as error:
                 tried.append((_name(member), error))
-        raise _NoMemberError(f"expected {' or '.join(name for name, _ in tried)}, found {_found(value)}", tried)
+        raise NoMemberError(f"expected {' or '.join(name for name, _ in tried)}, found {_found(value)}", tried)
 
     return hook
 
@@ -375,54 +281,12 @@ def _union_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], 
 def _name(kind: Any) -> str:
     """A type, for people to read."""
     if _is_list(kind):
-        return _NAMES[list]
+        return TYPE_NAMES[list]
     if get_origin(kind) is Literal:
         return " or ".join(show(one)[0] for one in get_args(kind))
-    return _NAMES.get(kind, kind.__name__ if isinstance(kind, type) else str(kind))
+    return TYPE_NAMES.get(kind, kind.__name__ if isinstance(kind, type) else str(kind))
 
 
 def _found(value: Any) -> str:
     text, kind = show(value)
     return kind if value is None or isinstance(value, Mapping) else f"{text} ({kind})"
-
-
-def _mistake(error: BaseException) -> BaseException | None:
-    """The first error in a tree of cattrs errors that is a bug of the options class rather than a wrong value."""
-    if isinstance(error, ClassValidationError | IterableValidationError):
-        return next(filter(None, map(_mistake, error.exceptions)), None)
-    # cattrs adds a note to the error of a single value; an error without notes comes from the class as a whole.
-    meant = ValueError, TypeError, EngineError, ForbiddenExtraKeysError, _WrongTypeError
-    return None if hasattr(error, "__notes__") or isinstance(error, meant) else error
-
-
-def _sentences(error: BaseException, place: _Place) -> list[str]:
-    """The sentences of a tree of cattrs errors, each with its place."""
-    if isinstance(error, ClassValidationError | IterableValidationError):
-        sentences = []
-        for inner in error.exceptions:
-            if isinstance(inner, _UnsupportedTypeError):
-                owner = getattr(error.cl, "__qualname__", error.cl)
-                problem = f"{inner}, which {owner} of the plugin declares; types that work are {TYPES}"
-                sentences.append(place.of(inner).sentence(f": {problem}"))
-            else:
-                sentences += _sentences(inner, place.of(inner))
-        return sentences
-    if isinstance(error, ForbiddenExtraKeysError):
-        is_attrs = attrs.has(error.cl)
-        known = [one.name for one in attrs.fields(error.cl) if one.init] if is_attrs else get_type_hints(error.cl)
-        return [
-            place.sentence(f": there is no option {name!r}; {near_misses(name, known)}", name)
-            for name in sorted(error.extra_fields)
-        ]
-    if isinstance(error, _NoMemberError):
-        reasons = [
-            f"not {name}, since {', and '.join(_sentences(one, evolve(place, places={})))}"
-            for name, one in error.tried
-            if not isinstance(one, _WrongTypeError)  # which says no more than the sentence itself
-        ]
-        return ["; ".join([place.sentence(f": {error}"), *reasons])]
-    if isinstance(error, KeyError):
-        return [place.sentence(": this option has no default; give it")]
-    # A validator of attrs puts its message first, then the attribute and the value.
-    message = error.args[0] if len(error.args) > 1 and isinstance(error.args[0], str) else str(error)
-    return [place.sentence(f": {message or type(error).__name__}")]

@@ -1,0 +1,36 @@
+"""Reads the sections of a YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.core.config.structure_errors import show
+from engine.core.errors import ConfigError
+
+
+def load_yaml(text: str, where: str) -> Mapping[str, Any]:
+    """Parse a YAML mapping. Raises ConfigError, also for a duplicate key."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Refuses duplicate keys, which SafeLoader silently drops."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            """Build a mapping; refuse a duplicate key."""
+            seen = set()
+            for key, _ in node.value:
+                if str(key.value) in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
+                seen.add(str(key.value))
+            return super().construct_mapping(node, deep)
+
+    try:
+        found = yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {error}") from error
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise ConfigError(f"{where}: expected sections, found {show(found)[1]}; write `model:` and its keys below it")
+    return found
