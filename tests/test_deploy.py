@@ -23,6 +23,7 @@ from engine.server.http.access import PUBLIC
 from engine.server.http.prometheus import PrometheusExporter
 from engine.server.metrics.reports import EngineReport
 from engine.server.ray_serve.options import Options, read_arguments
+from engine.server.shared import exit_limit
 from engine.server.shared.metrics_table import FrontEndMetrics, MetricsTable
 from engine.server.supervisor.main import SHUTDOWN_SECONDS
 
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 SERVER = EngineConfig().server
-EXIT_SECONDS = ERROR_EVENT_TIMEOUT + 2 * SHUTDOWN_SECONDS
+EXIT_SECONDS = ERROR_EVENT_TIMEOUT + SHUTDOWN_SECONDS + exit_limit.EXIT_SECONDS
 """Seconds that the server may need after server.shutdown_timeout: last events, front ends, engines."""
 FLAGS = {flag for setting in describe() if setting.flag for flag in (setting.flag, *setting.alias_flags)}
 

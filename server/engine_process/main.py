@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from engine.server.engine_process.output_routes import OutputRoutes
 from engine.server.engine_process.pending_requests import PendingRequests
 from engine.server.engine_process.prober import Prober
 from engine.server.engine_process.trace_calls import TraceCalls
+from engine.server.shared.exit_limit import EXIT_SECONDS, limit_exit
 from engine.server.shared.heartbeat import Heartbeat
 from engine.server.shared.messages import (
     SOCKET,
@@ -61,6 +63,9 @@ TRACE_CHECK_MS = 20
 """Interval at which an idle engine checks whether a trace is written that a client waits for, milliseconds."""
 COMPILE_CHECK_MS = 1
 """Interval at which an engine that has nothing else to do checks whether a grammar is compiled, milliseconds."""
+CLOSE_SECONDS = 15.0
+"""Time in which a started engine must close and the process exit: its executor may take seconds to free its devices.
+When the server stops, the supervisor waits for less."""
 MAX_MESSAGES = 32
 """Maximum number of front end messages read between two steps: a burst of requests must not delay running ones."""
 RECEIVE_SECONDS = 0.005
@@ -101,16 +106,19 @@ def _run(
 ) -> int:
     load_start = time.monotonic()
     heartbeat = Heartbeat.map(launch.directory, launch.replica, create=True)
+    engine: Engine | None = None
+    code = 0
     try:
-        engine = make_engine(launch.config)
-    except Exception as error:
-        unexpected = isinstance(error, PluginFaultError) or not isinstance(error, EngineError)
-        if unexpected:
-            log.exception("the engine could not start")
-        permanent = isinstance(error, ConfigError | PluginError) and not unexpected
-        supervisor.send(Failed(_sentence(error), permanent=permanent))
-        return 1
-    try:
+        try:
+            engine = make_engine(launch.config)
+        except Exception as error:
+            unexpected = isinstance(error, PluginFaultError) or not isinstance(error, EngineError)
+            if unexpected:
+                log.exception("the engine could not start")
+            permanent = isinstance(error, ConfigError | PluginError) and not unexpected
+            supervisor.send(Failed(_sentence(error), permanent=permanent))
+            code = 1
+            return code
         heartbeat.record_loop(None)
         finish_start(freeze=launch.config.server.gc_freeze)
         gc_pauses = GcPauses()
@@ -129,13 +137,16 @@ def _run(
             )
         )
         loop(engine, channel, heartbeat, launch.config.server, launch.replica, gc_pauses)
-        return 0
+        return code
     except Exception as error:
         log.exception("the engine stopped")
         supervisor.send(Failed(_sentence(error)))
-        return 1
+        code = 1
+        return code
     finally:
-        engine.close()
+        limit_exit(code, EXIT_SECONDS if engine is None else CLOSE_SECONDS)
+        if engine is not None:
+            engine.close()
 
 
 class Channel:
@@ -157,9 +168,10 @@ class Channel:
         self._from_supervisor: deque[SupervisorToEngine] = deque()
 
     def put(self, message: SupervisorToEngine) -> None:
-        """Queue a message of the supervisor; called from the supervisor link's thread."""
+        """Queue a message of the supervisor; called from the supervisor link's thread. A no-op once closed."""
         self._from_supervisor.append(message)
-        self._wake_sender.send(b"")
+        with suppress(zmq.ZMQError):  # it is closed: this process is about to exit
+            self._wake_sender.send(b"")
 
     def send(self, peer: bytes, message: Outputs) -> None:
         """Queue a message to a front end; a no-op if it has exited. Never blocks."""

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import uvicorn
 
 from engine.core.collector import finish_start
 from engine.core.config import ModelConfig
-from engine.core.errors import ConfigError, EngineError
+from engine.core.errors import EngineError
 from engine.core.logs import front_end_process
 from engine.core.parsers import Parser
 from engine.core.plugin_host import Plugins, choose_parser, load_plugins
@@ -33,6 +33,7 @@ from engine.server.front_end.trace_exporter import open_exporter
 from engine.server.http.app import make_app
 from engine.server.http.service import Service
 from engine.server.shared.descriptors import descriptor_limit
+from engine.server.shared.exit_limit import limit_exit
 from engine.server.shared.limits_table import LimitsTable, has_limits
 from engine.server.shared.messages import (
     LIMITS_FILE,
@@ -97,17 +98,15 @@ class _FrontEnd:
         loop = asyncio.get_running_loop()
 
         def receive(message: SupervisorToFrontEnd) -> None:
-            loop.call_soon_threadsafe(self._messages.put_nowait, message)
+            with suppress(RuntimeError):  # the event loop is closed: this process is about to exit
+                loop.call_soon_threadsafe(self._messages.put_nowait, message)
 
         self._supervisor.listen(receive, self._launch.directory)
         self._client.metrics.pid = os.getpid()
         self._beat()
+        code = 1
         try:
             tokenizer, parser, plugins = await asyncio.to_thread(self._load, open_tokenizer)
-        except EngineError as error:
-            self._supervisor.send(Failed(str(error)))
-            return 1
-        try:
             started = await self._wait_for_engines()
             if started is not None:
                 with self._tracer() as tracer:
@@ -115,12 +114,13 @@ class _FrontEnd:
                         self._config, self._client, tokenizer, started, self._launch.created, parser, tracer
                     )
                     await self._serve(service, plugins)
-        except ConfigError as error:
+            code = 0
+        except EngineError as error:
             self._supervisor.send(Failed(str(error)))
-            return 1
         finally:
+            limit_exit(code)
             self._client.close()
-        return 0
+        return code
 
     @contextmanager
     def _tracer(self) -> Generator[Tracer | None, None, None]:

@@ -1,6 +1,6 @@
 """The supervisor, the server's main process.
 
-Starts engine processes and front ends, passes accepted connections to the front ends, and shuts all down in order.
+Starts engine processes and front ends, passes accepted connections to the front ends, drains them and stops all.
 """
 
 from __future__ import annotations
@@ -142,8 +142,7 @@ class _Server:
             code = 1 if engines.any_down else 0
             accept.cancel()
             bound.close()
-            await front_ends.shutdown(SHUTDOWN_SECONDS)
-            await engines.shutdown(SHUTDOWN_SECONDS)
+            await asyncio.gather(front_ends.shutdown(SHUTDOWN_SECONDS), engines.shutdown(SHUTDOWN_SECONDS))
             return code
         finally:
             tasks: list[asyncio.Future[Any]] = [stop, start, *([] if accept is None else [accept])]

@@ -2,10 +2,12 @@
 
 Options: at (start, prefill or decode; the last two after the rehearsal, which ends with its only decode step);
 do (kill, memory, bug, wait: a moment, or part: abort the rank groups).
+With the environment variable FAULTY_HOLDS it holds up the exit of each process that imports it.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -15,6 +17,14 @@ from typing import Any
 from attrs import frozen
 
 from engine.core.hooks import Register, hookimpl
+
+
+def hold_up() -> None:
+    time.sleep(1000)
+
+
+if "FAULTY_HOLDS" in os.environ:
+    atexit.register(hold_up)
 
 
 @hookimpl

@@ -130,6 +130,30 @@ def test_a_plugin_that_fails_at_start_is_named(start: Start, executor: str) -> N
     assert server.errors.count("in _fault") == 1  # the traceback
 
 
+HELD = "the exit of this process is held up by hold_up() ("
+"""Begins the line of the log that names the function of faulty_plugin.py."""
+
+
+def test_a_plugin_that_holds_up_the_exit_is_named_and_the_server_ends(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULTY_HOLDS", "")
+    server = start()
+    assert server.stop() == 0
+    assert server.errors.count(HELD) == 3  # front end, engine process and main process
+    assert "Traceback" not in server.errors
+
+
+def test_a_plugin_that_holds_up_the_exit_does_not_hide_why_the_server_cannot_start(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULTY_HOLDS", "")
+    server = start("--attention", "faulty", "--attention-option", "at=start", "--attention-option", "do=bug")
+    assert server.process.returncode == 2
+    assert "error: the worker of rank 0 " in server.errors
+    assert HELD in server.errors
+
+
 def test_a_plugin_that_fails_in_a_step_is_named_to_the_client(start: Start) -> None:
     flags = ["--set", "plugins.prefer=faulty", "--attention-option", "at=prefill", "--attention-option", "do=bug"]
     server = start(*flags)

@@ -1,0 +1,66 @@
+"""The limit of a process's exit, in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import atexit, sys, threading, time
+from engine.server.shared import exit_limit
+
+exit_limit.WARN_SECONDS = {warn}
+
+def hold_up():
+    time.sleep(100)
+
+def catch():
+    try:
+        hold_up()
+    finally:
+        print("never printed")
+
+{before}
+print("printed before the exit")
+exit_limit.limit_exit(7, {seconds})
+{after}
+sys.exit(3)
+"""
+
+
+def run(tmp_path: Path, before: str = "", after: str = "", warn: float = 0.05, seconds: float = 0.1) -> tuple[int, str]:
+    """The exit code, and what is on standard error; standard output is checked here."""
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT.format(before=before, after=after, warn=warn, seconds=seconds))
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "printed before the exit\n"
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("atexit.register(hold_up)", "", r"held up by hold_up() ("),
+        ("threading.Thread(target=hold_up, name='late').start()", "", "held up by the thread 'late' in hold_up() ("),
+        ("", "catch()", "held up by hold_up() ("),
+    ],
+    ids=["exit handler", "thread", "before the exit"],
+)
+def test_what_holds_up_the_exit_is_named_and_the_process_ended(
+    tmp_path: Path, before: str, after: str, said: str
+) -> None:
+    code, errors = run(tmp_path, before, after)
+    assert code == 7
+    assert said in errors
+    assert f"({tmp_path / 'script.py'}, line 8); the process is ended 0.1 s after its exit began" in errors
+
+
+def test_a_process_that_exits_by_itself_is_left_alone(tmp_path: Path) -> None:
+    assert run(tmp_path, "atexit.register(time.sleep, 0.01)", warn=50, seconds=60) == (3, "")
+
+
+def test_daemon_threads_hold_up_nothing(tmp_path: Path) -> None:
+    assert run(tmp_path, "threading.Thread(target=hold_up, daemon=True).start()", warn=50, seconds=60) == (3, "")
