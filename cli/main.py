@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterable
 from importlib import import_module
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from engine.core.plugin_host import PluginInfo, Plugins
 
 DEBUG = "engine.debug"
+SERVE = "engine.cli.serve"
+"""The module of the command whose process must exit in time. Only that command imports it."""
 
 
 class Builtin(NamedTuple):
@@ -196,4 +199,11 @@ def root(
 
 def main() -> None:
     """Run the command line; the `engine` script."""
-    app()
+    try:
+        app()
+    except SystemExit as ending:
+        if SERVE in sys.modules:  # it has loaded plugins, which may hold up the exit
+            from engine.server.shared.exit_limit import limit_exit
+
+            limit_exit(ending.code if isinstance(ending.code, int) else int(ending.code is not None))
+        raise

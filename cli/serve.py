@@ -6,7 +6,6 @@ import typer
 
 from engine.cli.options import configured
 from engine.core.config import Resolved
-from engine.core.errors import ExecutorError
 
 
 @configured()
@@ -17,16 +16,7 @@ def serve(resolved: Resolved) -> None:
     with paused():
         from engine.core.plugin_host import check_names, load_plugins
         from engine.server import run
-        from engine.server.shared.exit_limit import limit_exit
 
-    code = 2
-    try:
-        # A wrong name is reported here immediately, rather than by an engine process after it has imported torch.
-        check_names(resolved.config, load_plugins(resolved.config.plugins, quiet=True))
-        code = run(resolved.config)
-    except ExecutorError:
-        code = 1
-        raise
-    finally:
-        limit_exit(code)  # plugins were imported, which may hold up the exit
-    raise typer.Exit(code)
+    # A wrong name is reported here immediately, rather than by an engine process after it has imported torch.
+    check_names(resolved.config, load_plugins(resolved.config.plugins, quiet=True))
+    raise typer.Exit(run(resolved.config))
