@@ -129,6 +129,14 @@ EIGHT_WARPS = (
 """The first one that suits a shape is used."""
 FOUR_WARPS = SplitTile(tile=FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=4), min_blocks=24)
 TWO_WARPS = SplitTile(tile=FewRowsTile(rows=16, warps=2, ahead=2, x_ahead=2, programs=8), min_blocks=8)
+MAX_SMALL_TILES = 0.75
+"""8 bits: with at most this many tiles of W per multiprocessor, inputs that are not long are split among four warps, so
+that each split has at most BLOCKS_OF_ITERATION."""
+BLOCKS_OF_ITERATION = 8
+"""8 bits: blocks of inputs that four warps load ahead."""
+THREE_AHEAD = range(9, 13)
+"""8 bits: with as many blocks of 128 inputs, three blocks of each warp are loaded ahead. Then four warps have one loop
+iteration and not two, and two warps two and not three: the linear layers of a decoder block take 1 to 9 % less."""
 MIN_FILLED = 0.75
 """8 bits: programs have four warps if there are this part of those that can run at the same time; otherwise they have
 two, and twice as many can run."""
@@ -162,8 +170,9 @@ def _w8_tile(shape: WeightOnlyShape, sms: int) -> FewRowsTile:
         return FOUR_WARPS.tile
     if tiles > 8 * sms:
         return FewRowsTile(rows=64, warps=4, ahead=2, x_ahead=2, programs=4, row_warps=4)
-    if tiles > 4 * sms and shape.gated:
-        return FewRowsTile(rows=32, warps=4, ahead=2, x_ahead=2, programs=4, row_warps=2)
+    ahead = 3 if shape.blocks in THREE_AHEAD else 2
+    if shape.gated and (tiles > 4 * sms or (ahead > 2 and tiles > 2 * sms)):
+        return FewRowsTile(rows=32, warps=4, ahead=ahead, x_ahead=2, programs=4, row_warps=2)
     if tiles > 4 * sms:
         return TWO_WARPS.tile
     for eight in EIGHT_WARPS:
@@ -171,7 +180,10 @@ def _w8_tile(shape: WeightOnlyShape, sms: int) -> FewRowsTile:
             return eight.tile
     is_long = shape.blocks > W8_LONG_INPUTS
     if not is_long and (tiles > sms or shape.blocks < FOUR_WARPS.min_blocks):
-        return FOUR_WARPS.tile
+        return evolve(FOUR_WARPS.tile, ahead=ahead)
+    if not is_long and tiles <= MAX_SMALL_TILES * sms:
+        most = min(FOUR_WARPS.tile.programs * sms // tiles, -(-shape.blocks // BLOCKS_OF_ITERATION))
+        return evolve(FOUR_WARPS.tile, splits=even_splits(most, shape.blocks))
     four = FOUR_WARPS.split(shape, tiles, sms) if is_long else FOUR_WARPS.tile
     if tiles * four.splits >= four.programs * sms * MIN_FILLED:
         return four

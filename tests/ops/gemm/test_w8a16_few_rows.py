@@ -27,6 +27,8 @@ TILES = tiles_of(
     (16, 4, 1, 2, 4, 1, 2),
     (16, 8, 1, 2, 2, 1, 3),
     (32, 4, 1, 2, 4, 2, 2),
+    (16, 4, 3, 2, 4, 1),
+    (32, 4, 3, 2, 4, 2),
 )
 
 
@@ -101,7 +103,10 @@ def test_default_tiles_have_registers_for_their_loads(outputs: int, inputs: int)
         (4416, 16192, False, 2, 3),  # 276 of 528 programs of four warps, 828 of 1056 of two
         (6464, 17664, False, 4, 1),  # 404 of 528 programs of four warps
         (4608, 3200, False, 4, 1),  # few inputs
-        (1024, 3072, False, 2, 3),  # with few rows of W, too
+        (1792, 3072, False, 2, 3),  # with few rows of W, too
+        (1024, 3072, False, 4, 3),  # with fewer, four warps
+        (1152, 3584, False, 4, 4),
+        (1088, 5632, False, 4, 6),
         (1024, 2048, False, 4, 1),
         (10240, 5120, False, 2, 1),  # more tiles than programs of four warps
         (12288, 2048, True, 4, 1),
@@ -119,6 +124,29 @@ def test_programs_are_as_many_as_can_run_at_the_same_time(
 def test_int8_has_three_programs_of_eight_warps_where_float8_has_splits() -> None:
     tiles = [default_tile(shape_of(5120, 17408, layout), 2, SMS, HOPPER, wgmma=True) for layout in (INT8, FLOAT8)]
     assert [(tile.warps, tile.splits) for tile in tiles if isinstance(tile, FewRowsTile)] == [(8, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "is_gated", "rows", "ahead"),
+    [
+        (1920, 1024, False, 16, 2),
+        (1920, 1088, False, 16, 3),
+        (1920, 1536, False, 16, 3),
+        (1920, 1600, False, 16, 2),
+        (11264, 1152, True, 32, 3),
+        (7168, 1152, True, 32, 3),
+        (7168, 1024, True, 16, 2),
+        (4096, 1152, True, 16, 3),
+        (18432, 1152, True, 64, 2),
+    ],
+)
+def test_nine_to_twelve_blocks_of_inputs_are_loaded_three_at_a_time(
+    outputs: int, inputs: int, is_gated: bool, rows: int, ahead: int
+) -> None:
+    for layout in (INT8, FLOAT8):
+        tile = default_tile(shape_of(outputs, inputs, layout, is_gated=is_gated), 5, SMS, HOPPER, wgmma=True)
+        assert isinstance(tile, FewRowsTile)
+        assert (tile.rows, tile.warps, tile.ahead) == (rows, 4, ahead)
 
 
 def test_one_row_of_small_float8_weights_has_other_kernels() -> None:
