@@ -61,17 +61,29 @@ Chosen = Mapping[str, GemmTile]
 class Chain:
     """Decoder blocks of random weights, more than the cache holds."""
 
-    def __init__(self, model: str, kind: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, int]],
+        kind: str,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = DTYPE,
+        cold_bytes: float = COLD_BYTES,
+        blocks: int = 4,
+    ) -> None:
+        """shapes: rows of W and inputs of the layers of a block, as in models.LINEARS. cold_bytes: of all weights, at
+        least; blocks: number of blocks, at least."""
         self.device = device
+        self.dtype = dtype
         self.layout = LAYOUTS[kind]
-        self.shapes = LINEARS[model]
+        self.shapes = shapes
         weights = sum(rows * inputs for rows, inputs in self.shapes.values())
         self.nbytes = weights * self.layout.bits / 8
         self.blocks = [
             {name: self._pack(*shape) for name, shape in self.shapes.items()}
-            for _ in range(max(4, int(COLD_BYTES / self.nbytes)))
+            for _ in range(max(blocks, int(cold_bytes / self.nbytes)))
         ]
-        self._norm = torch.ones(self.shapes["qkv"][1], dtype=DTYPE, device=device)
+        self._norm = torch.ones(self.shapes["qkv"][1], dtype=self.dtype, device=device)
         self._multiplier = WeightOnlyMatmul(device)
 
     def _pack(self, outputs: int, inputs: int) -> PackedMatrix:
@@ -83,15 +95,15 @@ class Chain:
             scales = torch.rand(outputs, device=self.device) / inputs
             return PackedMatrix(packed=packed, scales=scales, layout=self.layout)
         values = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=self.device)
-        scales = (torch.rand(inputs // 128, outputs, device=self.device) / inputs).to(DTYPE)
-        packed, entries = self.layout.pack(values, scales, None, 128, DTYPE)
+        scales = (torch.rand(inputs // 128, outputs, device=self.device) / inputs).to(self.dtype)
+        packed, entries = self.layout.pack(values, scales, None, 128, self.dtype)
         return PackedMatrix(packed=packed, scales=entries, layout=self.layout)
 
     def gemm_shape(self, name: str) -> WeightOnlyShape:
         """The GEMM shape of a layer."""
         rows, inputs = self.shapes[name]
         return WeightOnlyShape(
-            gated=name == "gate_up", weight_rows=rows, inputs=inputs, layout=self.layout, dtype=DTYPE
+            gated=name == "gate_up", weight_rows=rows, inputs=inputs, layout=self.layout, dtype=self.dtype
         )
 
     def default(self, name: str, rows: int) -> GemmTile:
@@ -126,9 +138,17 @@ class Chain:
             triton.AsyncCompileMode(threads, ignore_errors=True),
         ):
             for name, (_, inputs) in self.shapes.items():
-                x = torch.empty(rows, inputs, dtype=DTYPE, device=self.device)
+                x = torch.empty(rows, inputs, dtype=self.dtype, device=self.device)
                 for tile in self.tiles(name, rows):
-                    self._multiplier.compile(x, self.blocks[0][name], None, name == "gate_up", tile)
+                    self.compile_tile(name, tile, x)
+
+    def compile_tile(self, name: str, tile: GemmTile, x: torch.Tensor) -> None:
+        """Compile a layer's tile, as the active triton.AsyncCompileMode says. x: [rows, inputs]."""
+        self._multiplier.compile(x, self.blocks[0][name], None, name == "gate_up", tile)
+
+    def multiply(self, name: str, tile: GemmTile, x: torch.Tensor) -> torch.Tensor:
+        """The product of a layer of the first block by a tile."""
+        return self._multiplier.multiply_by_tile(x, self.blocks[0][name], None, name == "gate_up", tile)
 
     def run(self, x: torch.Tensor, residual: torch.Tensor, chosen: Chosen) -> torch.Tensor:
         """x, residual: [rows, hidden size] -> the same after all blocks. The queries stand for attention's result."""
@@ -184,7 +204,7 @@ def main() -> None:
         for model in arguments.models:
             for kind in arguments.kinds:
                 print(f"{model}, {kind}", flush=True)
-                chain = Chain(model, kind, device)
+                chain = Chain(LINEARS[model], kind, device)
                 for rows in arguments.rows:
                     measure(chain, rows, timer)
                 del chain

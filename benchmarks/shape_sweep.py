@@ -79,7 +79,8 @@ class Result:
     seconds: float
     near_seconds: Sequence[float]
     """Of each neighbour."""
-    fixed_seconds: float
+    fixed_seconds: float | None = None
+    """Of a case with next to no work, if one neighbour is not enough for a prediction."""
     error: float
     choices: Mapping[str, float]
     """Times by each outcome of the rule that chose the kernel, the chosen first. Empty: the choice was measured."""
@@ -89,7 +90,7 @@ class Result:
         """The time if the case is as good as its neighbours."""
         floors = [one.floor(self.limits) for one in self.neighbours]
         near = list(zip(floors, self.near_seconds, strict=True))
-        return predicted(self.case.floor(self.limits), near, self.fixed_seconds)
+        return predicted(self.case.floor(self.limits), near, self.fixed_seconds or 0.0)
 
     @property
     def ratio(self) -> float:
@@ -130,9 +131,10 @@ class Result:
                 baseline=self.predicted * 1e6,
                 baseline_name="predicted, us",
             ),
-            Row(case=name, metric="fixed time", value=self.fixed_seconds * 1e6, unit="us"),
             Row(case=name, metric="error", value=self.error, unit=""),
         ]
+        if self.fixed_seconds is not None:
+            found.append(Row(case=name, metric="fixed time", value=self.fixed_seconds * 1e6, unit="us"))
         if self.regret is not None:
             best = min(self.choices, key=lambda one: self.choices[one])
             seconds = self.choices[best] * 1e6
@@ -148,9 +150,10 @@ class Result:
         regret = "" if self.regret is None else f"  regret {self.regret:.3f} of {len(self.choices)}"
         wrong = "" if self.error < MAX_ERROR else f"  WRONG by {self.error:.3f}"
         near = " and ".join(f"{name} {seconds * 1e6:.1f} us ({percent(share)})" for name, seconds, share in self.near)
+        fixed = "" if self.fixed_seconds is None else f", fixed {self.fixed_seconds * 1e6:.1f}"
         return (
-            f"{self.case.name:<44}{self.seconds * 1e6:>9.1f} us ({percent(self.share)})  next to {near},"
-            f" fixed {self.fixed_seconds * 1e6:.1f}  ratio {self.ratio:.3f}{regret}{wrong}"
+            f"{self.case.name:<44}{self.seconds * 1e6:>9.1f} us ({percent(self.share)})  next to {near}{fixed}"
+            f"  ratio {self.ratio:.3f}{regret}{wrong}"
         )
 
 
@@ -230,10 +233,16 @@ def summary(results: Sequence[Result]) -> str:
     return text
 
 
-def write_json(path: Path, machine: str, results: Sequence[Result], settings: Mapping[str, object]) -> None:
+def write_json(
+    path: Path,
+    machine: str,
+    results: Sequence[Result],
+    settings: Mapping[str, object],
+    benchmark: str = "shape_sweep",
+) -> None:
     """Write what has been measured so far."""
     rows = [row for result in results for row in result.rows()]
-    content = report("shape_sweep", machine, rows, {**settings, "summary": summary(results)})
+    content = report(benchmark, machine, rows, {**settings, "summary": summary(results)})
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

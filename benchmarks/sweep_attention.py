@@ -121,7 +121,13 @@ class Attention:
 
     def error(self) -> float:
         """Relative error of the first and the last sequence's last token, next to the definition in float64."""
-        out = self.calls()[0]()
+        return self._error_of(self.calls()[0]())
+
+    def error_by(self, config: Config) -> float:
+        """As `error`, by given launch parameters."""
+        return self._error_of(self.calls_by(config)[0]())
+
+    def _error_of(self, out: object) -> float:
         assert isinstance(out, torch.Tensor)
         return attention_error(self, out)
 
@@ -176,11 +182,11 @@ class AttentionSweep:
     def choices(self, case: AttentionCase) -> Mapping[str, float]:
         """Seconds by each launch that the rule could have chosen, the chosen first."""
         made = self._make(case)
-        ways = {_label(config): made.calls_by(config) for config in made.candidates()}
+        ways = {label(config): made.calls_by(config) for config in made.candidates()}
         return {name: self._timer.per_call(calls) for name, calls in ways.items() if runs(calls[0])}
 
 
-def _label(config: Config) -> str:
+def label(config: Config) -> str:
     """Launch parameters in words."""
     if isinstance(config, DecodeConfig):
         fold = f", {config.fold} heads folded" if config.fold > 1 else ""

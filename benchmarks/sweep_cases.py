@@ -13,7 +13,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from models import MODELS
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
@@ -196,6 +196,8 @@ class LinearCase:
     kind: str
     shape: LinearShape
     rows: int
+    model: Model | None = field(default=None, eq=False)
+    """The model that the layer was drawn from."""
 
     @property
     def name(self) -> str:
@@ -300,7 +302,7 @@ def draw_case(pick: random.Random, kind: str, *, many: bool, space: Space) -> Ca
         rows = _log_uniform(pick, MAX_UNQUANTIZED_ROWS + 1, space.rows)
     else:
         rows = _log_uniform(pick, 1, MAX_UNQUANTIZED_ROWS)
-    return LinearCase(kind=kind, shape=pick.choice(shapes), rows=round(rows))
+    return LinearCase(kind=kind, shape=pick.choice(shapes), rows=round(rows), model=model)
 
 
 def draw_lengths(pick: random.Random, kind: str, model: Model, space: Space) -> tuple[int, ...]:

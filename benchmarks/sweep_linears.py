@@ -30,6 +30,7 @@ from engine.ops.gemm.weight_only_tiles import (
     WARP_PAIRS,
     WEIGHT_ONLY_MAX_ROWS,
     PersistentTile,
+    WeightOnlyShape,
     WeightOnlyTile,
     WeightOnlyVectorTile,
     default_tile,
@@ -122,7 +123,7 @@ class Layer:
         if call is None or not isinstance(call.op, WeightOnlyOp):
             return []
         if rows <= UNMEASURED_MAX_ROWS:
-            return few_row_tiles(call.op, rows, torch.device(self.linear.spec.device))
+            return few_row_tiles(call.op.shape, rows, torch.device(self.linear.spec.device))
         if rows > WEIGHT_ONLY_MAX_ROWS and list(call.op.row_classes)[-1:] == [WEIGHT_ONLY_MAX_ROWS]:
             tiles = [tile for tile in call.op.candidates(WEIGHT_ONLY_MAX_ROWS) if tile is not None]
             return [None, *dict.fromkeys(evolve(tile, splits=1) for tile in tiles)]
@@ -140,9 +141,9 @@ def _is_ruled(tasks: Sequence[TuningTask]) -> bool:
     return any(isinstance(task.op, WeightOnlyOp) for task in tasks)
 
 
-def few_row_tiles(op: WeightOnlyOp, rows: int, device: torch.device) -> list[Tile]:
+def few_row_tiles(shape: WeightOnlyShape, rows: int, device: torch.device) -> list[Tile]:
     """Every outcome of weight_only_tiles.default_tile for few rows, the one for this shape first."""
-    shape, sms, shared = op.shape, num_sms(device), shared_memory(device)
+    sms, shared = num_sms(device), shared_memory(device)
     found: list[Tile] = [default_tile(shape, rows, sms, shared, wgmma=has_wgmma(device))]
     if has_wgmma(device) and supports_few_rows(shape, rows):
         found.append(few_rows_tile(shape, sms))

@@ -32,6 +32,9 @@ class SweepTimer(Protocol):
     def per_call(self, calls: Sequence[Call]) -> float:
         """Mean seconds of a call, if all follow one another."""
 
+    def replayed(self, calls: Call) -> float:
+        """Seconds of a replay of what `calls` launches."""
+
 
 class GpuTimer(GraphTimer):
     """Times replays of CUDA graphs."""
@@ -61,8 +64,12 @@ class ClockTimer:
 
     def per_call(self, calls: Sequence[Call]) -> float:
         """Seconds of the first call."""
+        return self.replayed(calls[0])
+
+    def replayed(self, calls: Call) -> float:
+        """Seconds of one call."""
         begin = time.perf_counter()
-        calls[0]()
+        calls()
         return time.perf_counter() - begin
 
 

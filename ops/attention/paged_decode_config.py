@@ -192,47 +192,58 @@ def decode_configs(
     heads: numbers of query and KV heads.
     """
     configs: list[tuple[float, DecodeConfig]] = []
-    presets: Sequence[Preset] = PRESETS if head_dim <= 128 else WIDE_PRESETS
-    if itemsize == 1:
-        presets = FLOAT8_PRESETS
-    elif triton.next_power_of_2(head_dim) * itemsize <= 128:
-        presets = NARROW_PRESETS
-    for preset in presets:
-        head_bytes = triton.next_power_of_2(head_dim) * itemsize
-        fold = folded_heads(head_bytes, heads, preset.row_bytes, MIN_M if itemsize > 1 else FLOAT8_MIN_M)
+    for preset in presets_of(head_dim, itemsize):
+        config = fit_preset(preset, head_dim, itemsize, shared_memory, heads)
         result = triton.next_power_of_2(heads[0] // heads[1]) * head_dim
         limit = preset.limit(heads[1])
         # The first preset for batches of a size counts.
         if limit < 1 or (configs and configs[-1][0] >= limit) or not preset.min_result <= result <= preset.max_result:
             continue
-        if not preset.min_query_heads <= fold * heads[0] // heads[1] <= preset.max_query_heads:
+        if not preset.min_query_heads <= config.fold * heads[0] // heads[1] <= preset.max_query_heads:
             continue
-        head_bytes *= fold
-        # Shared memory per program besides the tiles: queries, softmax weights and sums exchanged between warps.
-        other_bytes = 4096 + 1024 * preset.num_warps
-        if itemsize == 1:
-            block_m = max(FLOAT8_MIN_M, triton.next_power_of_2(fold * heads[0] // heads[1]))
-            other_bytes = 1024 + 2 * block_m * head_bytes + 512 * (preset.num_warps if preset.num_warps > 1 else 0)
-        block_n = max(16, min(128, preset.tile_bytes // head_bytes))
-        # One of the stages is in registers.
-        stage_bytes = 2 * block_n * head_bytes
-        num_stages = max(2, min(preset.num_stages, 1 + (shared_memory - other_bytes) // stage_bytes))
-        program_bytes = (num_stages - 1) * stage_bytes + other_bytes
-        config = DecodeConfig(
-            block_n=block_n,
-            num_warps=preset.num_warps,
-            num_stages=num_stages,
-            programs_per_sm=max(1, min(preset.programs_per_sm, shared_memory // program_bytes)),
-            fold=fold,
-            extra_tiles=preset.extra_tiles,
-            min_tiles=preset.min_tiles,
-            start_tiles=preset.start_tiles,
-            rotates=preset.rotates and heads[0] * head_dim <= MAX_ROTATED,
-        )
         if configs and configs[-1][1] == config:
             configs.pop()
         configs.append((limit, config))
     return tuple(configs)
+
+
+def presets_of(head_dim: int, itemsize: int) -> Sequence[Preset]:
+    """The presets for a size of heads and of the cache's numbers, in bytes."""
+    if itemsize == 1:
+        return FLOAT8_PRESETS
+    if triton.next_power_of_2(head_dim) * itemsize <= 128:
+        return NARROW_PRESETS
+    return PRESETS if head_dim <= 128 else WIDE_PRESETS
+
+
+def fit_preset(
+    preset: Preset, head_dim: int, itemsize: int, shared_memory: int, heads: tuple[int, int]
+) -> DecodeConfig:
+    """A preset's launch parameters for heads like these. Arguments as of `decode_configs`."""
+    head_bytes = triton.next_power_of_2(head_dim) * itemsize
+    fold = folded_heads(head_bytes, heads, preset.row_bytes, MIN_M if itemsize > 1 else FLOAT8_MIN_M)
+    head_bytes *= fold
+    # Shared memory per program besides the tiles: queries, softmax weights and sums exchanged between warps.
+    other_bytes = 4096 + 1024 * preset.num_warps
+    if itemsize == 1:
+        block_m = max(FLOAT8_MIN_M, triton.next_power_of_2(fold * heads[0] // heads[1]))
+        other_bytes = 1024 + 2 * block_m * head_bytes + 512 * (preset.num_warps if preset.num_warps > 1 else 0)
+    block_n = max(16, min(128, preset.tile_bytes // head_bytes))
+    # One of the stages is in registers.
+    stage_bytes = 2 * block_n * head_bytes
+    num_stages = max(2, min(preset.num_stages, 1 + (shared_memory - other_bytes) // stage_bytes))
+    program_bytes = (num_stages - 1) * stage_bytes + other_bytes
+    return DecodeConfig(
+        block_n=block_n,
+        num_warps=preset.num_warps,
+        num_stages=num_stages,
+        programs_per_sm=max(1, min(preset.programs_per_sm, shared_memory // program_bytes)),
+        fold=fold,
+        extra_tiles=preset.extra_tiles,
+        min_tiles=preset.min_tiles,
+        start_tiles=preset.start_tiles,
+        rotates=preset.rotates and heads[0] * head_dim <= MAX_ROTATED,
+    )
 
 
 def folded_heads(head_bytes: int, heads: tuple[int, int], row_bytes: int, min_m: int) -> int:

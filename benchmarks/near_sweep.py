@@ -1,0 +1,285 @@
+"""Random shapes next to near ones of round sizes that a full search has tuned: does a rule or a class of rows miss?
+
+    python benchmarks/near_sweep.py [--seed 0] [--cases 30] [--only KIND ...] [--part 1/2] [--control]
+        [--limit SECONDS] [--json FILE]
+
+The cases are those of shape_sweep.py with the same seed, and the engine chooses their kernels as for a user: by a rule,
+or by autotuning as at a first start. A case lies between two neighbours, whose sizes are rounded down and up to
+multiples of an eighth of a power of two (sweep_near.py). The kernel of a neighbour is the fastest of every candidate
+that the engine has (sweep_search.py), timed at the neighbour's very shape and number of rows. The predicted time is on
+the line between the times of both, by their floors; a case passes at MAX_RATIO. --control draws the nearest round shape
+instead of the random one and tunes it by the same search, so what misses there is the error of the prediction.
+
+- Quantized layers of up to 8 rows are measured as the decoder block that they were drawn from: four linear layers and
+  two norms in sequence (quant_chain.py). Alone they take longer or less than between other layers. A neighbour's block
+  is tuned layer by layer, by the time of the whole block (sweep_blocks.py).
+- Decode attention has one launch for all contexts, as in a captured graph. A neighbour's is the fastest in the
+  geometric mean over short, medium and long contexts (sweep_search_attention.py), and timed with those of the case.
+
+The regret of a case is its time over that of the fastest candidate for its own shape, by the same search. Kernels are
+compiled in processes, all at the beginning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import evolve
+from shape_sweep import MAX_ERROR, Result, find_limits, show, summary, write_json
+from sweep_blocks import Block
+from sweep_cases import KINDS, LINEAR_KINDS, SMALL, AttentionCase, Limits, LinearCase, Space, draw
+from sweep_linears import LinearSweep
+from sweep_near import BlockCase, NearCase, measured_case, near_neighbours, round_case
+from sweep_search import SearchedLinears, case_search, compile_row_classes
+from sweep_search_attention import AttentionSearch
+from sweep_timing import SweepTimer, make_timer
+from triton.errors import TritonError
+
+from engine.core.compilation.client import SHARED
+from engine.core.errors import EngineError
+
+ROUNDS = 5
+
+
+class LinearKind:
+    """The linear layers of one kind that are measured alone."""
+
+    def __init__(
+        self,
+        kind: str,
+        device: str,
+        space: Space,
+        timer: SweepTimer,
+        cases: Sequence[LinearCase],
+    ) -> None:
+        near = [one for case in cases for one in near_neighbours(case) if isinstance(one, LinearCase)]
+        made = SearchedLinears if space.control else LinearSweep
+        self._cases = made(kind, device, space.dtype, timer, cases)
+        self._near = SearchedLinears(kind, device, space.dtype, timer, near)
+        self._timer = timer
+
+    def begin(self) -> None:
+        """Begin to compile."""
+        if isinstance(self._cases, SearchedLinears):
+            self._cases.begin()
+        else:
+            compile_row_classes(self._cases)
+        self._near.begin()
+
+    def tune(self) -> str:
+        """Choose the kernels."""
+        return "\n".join((self._cases.tune(), self._near.tune()))
+
+    def seconds(self, case: LinearCase, *, near: bool) -> float:
+        return (self._near if near else self._cases).seconds(case)
+
+    def error(self, case: LinearCase, *, near: bool) -> float:
+        return (self._near if near else self._cases).error(case)
+
+    def choices(self, case: LinearCase) -> Mapping[str, float]:
+        """Seconds by each candidate for the case's shape, the one in use first."""
+        search = case_search(self._cases, case)
+        if search is None:
+            return {}
+        chosen = search.chosen
+        times = search.search(self._timer.per_call)
+        first = min(self._timer.per_call(search.calls_by(chosen)) for _ in range(2))
+        rest = {search.op.name(one): seconds for one, seconds in times.items() if one != chosen}
+        return {search.op.name(chosen): min(first, times.get(chosen, first)), **rest}
+
+
+class NearSweep:
+    """One run of the benchmark."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        space: Space,
+        limits: Limits,
+        cases: Sequence[NearCase],
+    ) -> None:
+        self._device = device
+        self._space = space
+        self._limits = limits
+        self._timer = make_timer(device)
+        self._attention = AttentionSearch(device, space, self._timer)
+        kinds = dict.fromkeys(case.kind for case in cases if isinstance(case, LinearCase))
+        self._linears: dict[str, LinearKind] = {}
+        for kind in kinds:
+            mine = [case for case in cases if isinstance(case, LinearCase) and case.kind == kind]
+            self._linears[kind] = LinearKind(kind, str(device), space, self._timer, mine)
+        self._blocks: dict[BlockCase, Block] = {}
+
+    def compile(self, cases: Sequence[NearCase]) -> None:
+        """Begin to compile all kernels in other processes."""
+        if self._device.type == "cpu":
+            return
+        for linears in self._linears.values():
+            linears.begin()
+        attention = [one for case in cases if isinstance(case, AttentionCase) for one in (case, *near_neighbours(case))]
+        self._attention.begin([one for one in attention if isinstance(one, AttentionCase)])
+        for case in cases:
+            if isinstance(case, BlockCase):
+                for one in (case, *near_neighbours(case)):
+                    self._block(one).compile()  # type: ignore[arg-type]
+
+    def _block(self, case: BlockCase) -> Block:
+        if case not in self._blocks:
+            self._blocks[case] = Block(case, self._device, self._space.dtype, self._timer)
+        return self._blocks[case]
+
+    def tune(self, kind: str) -> str:
+        """Choose the kernels of the linear layers of a kind."""
+        return self._linears[kind].tune() if kind in self._linears else ""
+
+    def measure(self, case: NearCase) -> Result:
+        """Measure a case next to its neighbours."""
+        near = near_neighbours(case)
+        searched = [*near, *([case] if self._space.control else [])]
+        for one in searched:
+            if isinstance(one, AttentionCase):
+                print(self._attention.search(one), flush=True)
+            elif isinstance(one, BlockCase):
+                print(f"    {one.near_name}: {self._block(one).search()}", flush=True)
+        error = max(self._error(one, near=one is not case) for one in (case, *near))
+        everything = (case, *near)
+        rounds = [[self._seconds(one, near=one is not case) for one in everything] for _ in range(ROUNDS)]
+        seconds, *near_seconds = (statistics.median(times) for times in zip(*rounds, strict=True))
+        choices = self._choices(case)
+        self._attention.forget()
+        for one in everything:
+            self._blocks.pop(one, None)  # type: ignore[call-overload]
+        return Result(
+            case=case,  # type: ignore[arg-type]
+            neighbours=near,  # type: ignore[arg-type]
+            limits=self._limits,
+            seconds=seconds,
+            near_seconds=near_seconds,
+            error=error,
+            choices=choices,
+        )
+
+    def _seconds(self, case: NearCase, *, near: bool) -> float:
+        if isinstance(case, AttentionCase):
+            return self._attention.seconds(case)
+        if isinstance(case, BlockCase):
+            return self._block(case).seconds()
+        return self._linears[case.kind].seconds(case, near=near)
+
+    def _error(self, case: NearCase, *, near: bool) -> float:
+        if isinstance(case, AttentionCase):
+            return self._attention.error(case)
+        if isinstance(case, BlockCase):
+            return 0.0
+        return self._linears[case.kind].error(case, near=near)
+
+    def _choices(self, case: NearCase) -> Mapping[str, float]:
+        if isinstance(case, AttentionCase):
+            return self._attention.choices(case)
+        if isinstance(case, BlockCase):
+            block = self._block(case)
+            found = block.search()
+            rounds = [(block.seconds(block.rule), block.seconds()) for _ in range(3)]
+            rule, best = (statistics.median(times) for times in zip(*rounds, strict=True))
+            return {"the rule": rule, found: best} if block.chosen != block.rule else {"the rule": rule}
+        return self._linears[case.kind].choices(case)
+
+
+def show_choices(result: Result) -> str:
+    """The fastest candidates of a case's own shape."""
+    times = sorted(result.choices.items(), key=lambda pair: pair[1])[:4]
+    chosen = next(iter(result.choices), "")
+    return f"      chosen: {chosen}; " + "; ".join(f"{seconds * 1e6:.2f} {name}" for name, seconds in times)
+
+
+def parse() -> argparse.Namespace:
+    """The arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=30, metavar="N")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="of the drawn cases, those of a kind")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="of the drawn cases, every Nth from the Ith on")
+    parser.add_argument("--control", action="store_true", help="round shapes, each next to other round ones")
+    parser.add_argument("--limit", type=float, default=110, metavar="SECONDS", help="start no further case after this")
+    parser.add_argument("--bandwidth", type=float, help="TB/s; by default a copy is timed")
+    parser.add_argument("--matmul", type=float, help="TFLOP/s in 16 and 8 bits; by default matmuls are timed")
+    parser.add_argument("--small", action="store_true", help="tiny sizes on a CPU, by Triton's interpreter")
+    parser.add_argument("--json", type=Path, help="file to write the results to, after each case")
+    return parser.parse_args()
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Draw, compile, measure, print, and write the JSON."""
+    begin = time.perf_counter()
+    options = parse()
+    torch.manual_seed(options.seed)
+    # With its number, a CPU is to the engine like a GPU: it chooses kernels for GPUs, and the interpreter runs them.
+    device = torch.device("cpu" if options.small else "cuda", 0)
+    if not options.small:
+        SHARED.begin()
+    space = SMALL if options.small else Space()
+    part, parts = map(int, options.part.split("/"))
+    drawn = draw(options.seed, options.cases, space)[part - 1 :: parts]
+    cases = [measured_case(case) for case in drawn if case.kind in options.only]
+    if options.control:
+        cases = [round_case(case) for case in cases]
+    space = evolve(space, control=options.control)
+    limits = find_limits(device, options.bandwidth, options.matmul)
+    ceilings = (
+        f"copy {limits.bandwidth / 1e12:.3g} TB/s, matmul {limits.flops / 1e12:.4g} TFLOP/s in bfloat16,"
+        f" {limits.flops_8bit / 1e12:.4g} in float8"
+    )
+    print(f"ceilings: {ceilings}", flush=True)
+    settings: dict[str, Any] = {
+        "seed": options.seed,
+        "cases": options.cases,
+        "part": options.part,
+        "ceilings": ceilings,
+        "control": options.control,
+    }
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
+    machine = f"{device} ({name})"
+    sweep = NearSweep(device, space, limits, cases)
+    print(f"made at {time.perf_counter() - begin:.1f} s", flush=True)
+    sweep.compile(cases)
+    print(f"compiling at {time.perf_counter() - begin:.1f} s", flush=True)
+    results: list[Result] = []
+    failures: list[str] = []
+    order = [kind for kind in (*LINEAR_KINDS, *KINDS) if any(case.kind == kind for case in cases)]
+    for kind in dict.fromkeys(order):
+        try:
+            chosen = sweep.tune(kind)
+        except (EngineError, TritonError, RuntimeError) as error:  # the other kinds may still run
+            failures.append(kind)
+            print(f"{kind} FAILED: {type(error).__name__}: {error}", flush=True)
+            continue
+        print(f"{kind}: ready at {time.perf_counter() - begin:.1f} s\n{chosen}", flush=True)
+        for case in (case for case in cases if case.kind == kind):
+            if time.perf_counter() - begin > options.limit:
+                print(f"{case.name} is left out: {options.limit:.0f} s are over", flush=True)
+                continue
+            try:
+                results.append(sweep.measure(case))
+            except (TritonError, RuntimeError) as error:
+                failures.append(case.name)
+                print(f"{case.name} FAILED: {type(error).__name__}: {error}", flush=True)
+                continue
+            print(f"{results[-1].line()}\n{show_choices(results[-1])}", flush=True)
+            if options.json is not None:
+                write_json(options.json, machine, results, settings, benchmark="near_sweep")
+    show(results)
+    print(f"{summary(results)}; {time.perf_counter() - begin:.0f} s", flush=True)
+    failures += [result.case.name for result in results if not result.error < MAX_ERROR]
+    if failures:
+        raise SystemExit(f"error: these failed or are wrong; see above: {'; '.join(failures)}")
+
+
+if __name__ == "__main__":
+    main()
