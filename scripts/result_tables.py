@@ -180,7 +180,16 @@ SERVED_METRICS = ("output tokens a second", "TTFT p50", "TPOT p50", "CPU cores o
 
 def shape_sweep_table() -> str:
     """Random shapes next to the nearest shapes of known models."""
-    report = load_result("h200-shape-sweep")
+    return _sweep_table("h200-shape-sweep", "Random shapes next to known ones")
+
+
+def near_sweep_table() -> str:
+    """Random shapes next to near shapes of round sizes."""
+    return _sweep_table("h200-near-sweep", "Random shapes next to near ones")
+
+
+def _sweep_table(name: str, title: str) -> str:
+    report = load_result(name)
     if report is None:
         return ""
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
@@ -196,7 +205,7 @@ def shape_sweep_table() -> str:
     head = ("case", "us", "predicted, us", "of the floor", "neighbours (of their floors)", "ratio", "regret")
     settings = report["settings"]
     text = f"{settings['summary']}. Seed {settings['seed']}. {where(report)} Ceilings: {settings['ceilings']}."
-    return section("Random shapes next to known ones", text, [table(head, rows)])
+    return section(title, text, [table(head, rows)])
 
 
 def ranks_table() -> str:
