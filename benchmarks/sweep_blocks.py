@@ -11,7 +11,7 @@ from sweep_linears import few_row_tiles
 from sweep_near import BlockCase
 from sweep_timing import SweepTimer, runs
 
-from engine.core.compilation.recording import CompilingElsewhere
+from engine.core.compilation import CompilingElsewhere
 from engine.ops.common.launch import num_sms
 from engine.ops.gemm.few_rows_tile import FewRowsTile, even_splits, supports_few_rows
 from engine.ops.gemm.weight_only_tiles import GemmTile, WeightOnlyShape, WeightOnlyTile

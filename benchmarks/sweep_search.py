@@ -11,8 +11,8 @@ from sweep_cases import LinearCase, LinearShape
 from sweep_linears import Layer, LinearSweep
 from sweep_timing import Call, runs
 
-from engine.core.compilation.recording import CompilingElsewhere
-from engine.core.layers.skinny_linear import SkinnyGemm
+from engine.core.compilation import CompilingElsewhere
+from engine.core.layers import SkinnyGemm
 from engine.ops.common.launch import has_wgmma, num_sms
 from engine.ops.gemm.persistent_tile import SIZES, PersistentTile
 from engine.plugins.quant.w8a8_tiles import ONE_WAVE_TILES, split_tiles

@@ -11,7 +11,7 @@ from sweep_attention import FEW_SEQUENCES, INTERPRETER_SHARED_MEMORY, MAX_COMPIL
 from sweep_cases import MAX_CACHE_BYTES, AttentionCase, Space
 from sweep_timing import SweepTimer, runs
 
-from engine.core.compilation.recording import recording
+from engine.core.compilation import record_launches
 from engine.ops.attention.paged_decode_config import PRESETS, fit_preset, presets_of
 
 CONTEXTS = (288, 1448, 7296)
@@ -49,7 +49,7 @@ class AttentionSearch:
             for config in self.candidates(made):
                 key = (case.shape, len(case.lengths) > FEW_SEQUENCES, config)
                 if key not in compiled:
-                    with recording():
+                    with record_launches():
                         made.calls_by(config)[0]()
                 compiled.add(key)
         self.forget()

@@ -73,7 +73,7 @@ class _Compilation:
 
 
 @contextmanager
-def recording() -> Iterator[None]:
+def record_launches() -> Iterator[None]:
     """CompilingElsewhere, without launching: launches in the `with` block only record their kernels.
 
     The tensors that the kernels would have filled are zero, so that an operation of PyTorch that reads indices from

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
         yarn_sharpness as yarn_sharpness,
     )
     from engine.core.layers.routing import Router as Router, RoutingSpec as RoutingSpec, route as route
-    from engine.core.layers.skinny_linear import SkinnyGemms as SkinnyGemms
+    from engine.core.layers.skinny_linear import SkinnyGemm as SkinnyGemm, SkinnyGemms as SkinnyGemms
     from engine.core.layers.sparse_mlp import (
         SharedExpertSpec as SharedExpertSpec,
         SparseMLP as SparseMLP,
@@ -140,7 +140,7 @@ __getattr__, __dir__, __all__ = exports(
         "rotate_pairs",
         "yarn_sharpness",
     ),
-    skinny_linear=("SkinnyGemms",),
+    skinny_linear=("SkinnyGemm", "SkinnyGemms"),
     sparse_mlp=(
         "SharedExpertSpec",
         "SparseMLP",

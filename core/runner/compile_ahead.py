@@ -11,7 +11,7 @@ import torch
 from engine.core.autotune.tuner import begin_tuning, tune
 from engine.core.compilation.client import SHARED
 from engine.core.compilation.first_start import is_first_start, mark_started
-from engine.core.compilation.recording import recording
+from engine.core.compilation.recording import record_launches
 
 if TYPE_CHECKING:
     from engine.core.config.tree import EngineConfig
@@ -36,7 +36,7 @@ def compile_ahead(
         try:
             for factory in factories:
                 begin_tuning(factory, config.executor.kernel_cache)
-            with group.alone(), recording():
+            with group.alone(), record_launches():
                 launch()
         except Exception as error:  # if it matters, the start raises it again where it is handled
             log.warning("kernels are compiled one after another, since they could not be recorded: %s", error)

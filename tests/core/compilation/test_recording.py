@@ -30,7 +30,7 @@ class NoDevice:
 triton.runtime.driver.set_active(NoDevice())
 
 from engine.core.compilation.client import SHARED
-from engine.core.compilation.recording import CompilingElsewhere, recording
+from engine.core.compilation.recording import CompilingElsewhere, record_launches
 from engine.ops.activation.act_and_mul import _act_and_mul_kernel, act_and_mul
 from engine.ops.gemm import persistent_matmul
 from engine.ops.gemm.scaled_matmul import W8A8Tile
@@ -67,7 +67,7 @@ def report(**found):
 """
 RECORD = """
 run = JITFunction.run
-with recording():
+with record_launches():
     assert not launch().any(), "there is a result"
     assert not torch.empty(1000).any()
     launch_gluon()
@@ -77,7 +77,7 @@ report(loaded=load(_add_norm_kernel, _act_and_mul_kernel, persistent_matmul._mat
 """
 KILLED = """
 server = SHARED.begin()
-with recording():
+with record_launches():
     launch()
     os.kill(server._process.pid, signal.SIGKILL)
 report(loaded=load(_add_norm_kernel, _act_and_mul_kernel), running=server.running)
@@ -90,13 +90,13 @@ def make():
     return local_kernel
 
 kernel = make()
-with recording():
+with record_launches():
     kernel[(1,)](torch.ones(1))
 report(loaded=load(kernel), server=SHARED._server is not None)
 """
 LEFT = """
 server = SHARED.begin()
-with recording():
+with record_launches():
     launch()
     launch_gluon()
 print(server._process.pid, flush=True)
@@ -112,7 +112,7 @@ report(norm=source_size(_add_norm_kernel) - own, decode=source_size(_decode_kern
 FAILED = """
 server = SHARED.begin()
 server.submit(b"no job").result()
-with recording():
+with record_launches():
     launch()
 report(loaded=load(_add_norm_kernel), running=server.running)
 """
@@ -152,7 +152,7 @@ def test_recorded_kernels_are_compiled_elsewhere_and_found_on_disk(recorded: Any
 
 
 def test_no_process_is_started_for_kernels_on_disk(recorded: Any, cache: Path) -> None:
-    found = run("with recording(): launch()\nreport(server=SHARED._server is not None)", cache)
+    found = run("with record_launches(): launch()\nreport(server=SHARED._server is not None)", cache)
     assert found == {"compiled": [], "warnings": [], "server": False}
 
 

@@ -43,12 +43,12 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
 
     @contextmanager
-    def recording() -> Iterator[None]:
+    def record_launches() -> Iterator[None]:
         calls.append("recording")
         yield
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(module, "recording", recording)
+    monkeypatch.setattr(module, "record_launches", record_launches)
     monkeypatch.setattr(module, "begin_tuning", lambda factory, directory: calls.append(factory))
     monkeypatch.setattr(module, "tune", lambda factory, directory: calls.append(f"tune {factory}"))
     monkeypatch.setattr(SHARED, "wait", lambda: calls.append("wait"))
