@@ -3,8 +3,11 @@
 Numbers of tiles depend on the routing, which only the device knows. Grids have one program per tile of the worst case;
 the tiles that are not used come last and say so.
 
-A program places the pairs of one block. It needs how many pairs of each expert there are, and how many before its
-block. With few pairs, each program counts all of them; with many, a preceding kernel counts those of each block.
+Of few pairs, one program places the tiles; the others compare a few pairs each with all.
+
+Of more, a program places the pairs of one block. It needs how many pairs of each expert there are, and how many before
+its block. Up to MAX_COUNTED pairs, each program counts all of them; beyond, a preceding kernel counts those of each
+block.
 """
 
 from __future__ import annotations
@@ -26,6 +29,12 @@ TILES = 32
 """Tiles that a program places at a time; enough programs are launched that none places more, if some without pairs."""
 MAX_COUNTED = 8192
 """Pairs up to which each program counts all of them."""
+MAX_FEW = 2048
+"""Pairs up to which each is compared with all."""
+FEW_PLACED = 32
+"""Of few pairs: pairs that a program places."""
+FEW_COMPARED = 256
+"""Of few pairs: pairs that those are compared with at a time."""
 MIN_BINS = 32
 """Minimum bins of a histogram, so that each thread of a warp has one."""
 
@@ -139,6 +148,63 @@ def _sort_kernel(
     tl.store(order + row, block * BLOCK + lane, mask=ids >= 0)
 
 
+@triton.jit
+def _sort_few_kernel(
+    order,
+    tile_experts,
+    tile_begins,
+    tile_ends,
+    tile_firsts,
+    used_tiles,
+    claims,
+    experts,
+    pairs,
+    num_tiles,
+    TILE_ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PLACED: tl.constexpr,
+    COMPARED: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As `_sort_kernel`: the first program places the tiles, the others PLACED pairs each. PAIRS: a power of two."""
+    release(PDL)
+    block = tl.program_id(0)
+    wait(PDL)
+    if block == 0:
+        pair = tl.arange(0, PAIRS)
+        ids = tl.load(experts + pair, mask=pair < pairs, other=-1)
+        index = tl.arange(0, BLOCK_E)
+        total = tl.histogram(ids, BLOCK_E, ids >= 0)
+        first = tl.cumsum(total, axis=0) - total
+        used = (total + TILE_ROWS - 1) // TILE_ROWS
+        first_tile = tl.cumsum(used, axis=0) - used
+        all_used = tl.sum(used, axis=0)
+        tl.store(used_tiles, all_used)
+        tl.store(claims + tl.arange(0, 2), 0)
+        for number in range(tl.max(used, axis=0)):
+            has = number < used
+            tile = first_tile + number
+            tl.store(tile_experts + tile, index, mask=has)
+            tl.store(tile_begins + tile, first + number * TILE_ROWS, mask=has)
+            tl.store(tile_ends + tile, first + total, mask=has)
+            tl.store(tile_firsts + tile, first_tile, mask=has)
+        for begin in range(0, num_tiles, BLOCK_E):
+            tile = begin + index
+            tl.store(tile_experts + tile, -1, mask=(tile >= all_used) & (tile < num_tiles))
+    else:
+        # A pair's row is the number of pairs with a smaller expert, or the same and a smaller number.
+        mine = (block - 1) * PLACED + tl.arange(0, PLACED)
+        my_id = tl.load(experts + mine, mask=mine < pairs, other=-1)
+        row = tl.zeros([PLACED], tl.int32)
+        for begin in tl.static_range(0, PAIRS, COMPARED):
+            other = begin + tl.arange(0, COMPARED)
+            other_ids = tl.load(experts + other, mask=other < pairs, other=-1)
+            key = tl.where(other_ids >= 0, other_ids * PAIRS + other, 2**31 - 1)
+            row += tl.sum((key[None, :] < (my_id * PAIRS + mine)[:, None]).to(tl.int32), axis=1)
+        tl.store(order + row, mine, mask=my_id >= 0)
+
+
 class PairSorter:
     """Sorts the pairs of a layer's tokens by expert; those of an expert keep their order."""
 
@@ -170,6 +236,28 @@ def _sort(experts: torch.Tensor, num_experts: int, tile_rows: int) -> SortedPair
     blocks = max(-(-pairs // BLOCK), -(-num_tiles // TILES))
     bins = max(triton.next_power_of_2(num_experts), MIN_BINS)
     counts = None
+    if 0 < pairs <= MAX_FEW:
+        all_pairs = max(triton.next_power_of_2(pairs), MIN_BINS)
+        _sort_few_kernel[(1 + -(-pairs // FEW_PLACED),)](
+            order,
+            tile_experts,
+            tile_begins,
+            tile_ends,
+            tile_firsts,
+            used_tiles,
+            claims,
+            experts,
+            pairs,
+            num_tiles,
+            TILE_ROWS=tile_rows,
+            PAIRS=all_pairs,
+            PLACED=FEW_PLACED,
+            COMPARED=min(FEW_COMPARED, all_pairs),
+            BLOCK_E=bins,
+            num_warps=4,
+            **dependent_launch(experts.device),
+        )
+        return SortedPairs(order, tile_experts, tile_begins, tile_ends, tile_firsts, used_tiles, claims)
     if pairs > MAX_COUNTED:
         counts = torch.empty((blocks, bins), dtype=torch.int32, device=experts.device)
         _count_kernel[(blocks,)](

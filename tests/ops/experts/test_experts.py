@@ -85,10 +85,16 @@ def test_sort_covers_each_pair_once_in_tiles_of_its_expert(name: str, device: to
     assert (found if len(experts) == 1 else sorted(found)) == (chosen if len(experts) == 1 else sorted(chosen))
 
 
-@pytest.mark.parametrize("max_counted", [8192, 0], ids=["counted by each program", "counted before"])
+@pytest.mark.parametrize(
+    ("max_few", "max_counted"),
+    [(2048, 8192), (0, 8192), (0, 0)],
+    ids=["compared with all", "counted by each program", "counted before"],
+)
 def test_sort_keeps_the_order_of_an_experts_pairs_over_blocks(
-    max_counted: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    max_few: int, max_counted: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("engine.ops.experts.sort.MAX_FEW", max_few)
+    monkeypatch.setattr("engine.ops.experts.sort.FEW_COMPARED", 64)
     monkeypatch.setattr("engine.ops.experts.sort.MAX_COUNTED", max_counted)
     monkeypatch.setattr("engine.ops.experts.sort.BLOCK", 32)
     monkeypatch.setattr("engine.ops.experts.sort.COUNTED", 64)
