@@ -42,15 +42,19 @@ def _route_kernel(
     else:
         powers = tl.exp(logit - tl.max(tl.where(logit == logit, logit, -float("inf")), axis=0))
         scores = powers / tl.sum(powers, axis=0)
-    left = tl.where(present, tl.where(scores == scores, scores, 0.0), -1.0)  # a NaN is chosen last, and stays NaN
+    # Scores are not negative, so their bits are in their order; a warp finds the largest integer in one instruction. A
+    # NaN is chosen last, and stays NaN.
+    bits = scores.to(tl.int32, bitcast=True)
+    left = tl.where(present, tl.where(scores == scores, bits, 0), -1)
     slot = tl.arange(0, BLOCK_K)
     chosen = tl.zeros([BLOCK_K], tl.int32)
-    factors = tl.zeros([BLOCK_K], tl.float32)
+    chosen_bits = tl.zeros([BLOCK_K], tl.int32)
     for k in tl.static_range(TOP_K):
         place = tl.min(tl.where(left == tl.max(left, axis=0), index, BLOCK_E), axis=0)
         chosen = tl.where(slot == k, place, chosen)
-        factors = tl.where(slot == k, tl.sum(tl.where(index == place, scores, 0.0), axis=0), factors)
-        left = tl.where(index == place, -1.0, left)
+        chosen_bits = tl.where(slot == k, tl.max(tl.where(index == place, bits, -(2**31)), axis=0), chosen_bits)
+        left = tl.where(index == place, -1, left)
+    factors = chosen_bits.to(tl.float32, bitcast=True)
     if RENORMALIZE:
         factors = factors / tl.sum(factors, axis=0)
     chosen -= first
