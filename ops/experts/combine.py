@@ -17,13 +17,20 @@ def _combine_kernel(out, results, experts, weights, size, TOP_K: tl.constexpr, B
     release(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # The routing may be read before `wait`, as the experts' kernels waited for it: see ops/common/launch.py.
+    experts += token * TOP_K
+    weights += token * TOP_K
+    chosen = (tl.load(experts) >= 0,)
+    factors = (tl.load(weights),)
+    for slot in tl.static_range(1, TOP_K):
+        chosen = chosen + (tl.load(experts + slot) >= 0,)  # type: ignore[assignment]  # noqa: RUF005
+        factors = factors + (tl.load(weights + slot),)  # type: ignore[assignment]  # noqa: RUF005
     wait(PDL)
     total = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(TOP_K):
-        pair = token * TOP_K + slot
-        mine = tl.load(experts + pair) >= 0
-        result = tl.load(results + pair * size + column, mask=(column < size) & mine, other=0.0)
-        total += result.to(tl.float32) * tl.where(mine, tl.load(weights + pair), 0.0)
+        place = results + (token * TOP_K + slot) * size + column
+        result = tl.load(place, mask=(column < size) & chosen[slot], other=0.0)
+        total += result.to(tl.float32) * tl.where(chosen[slot], factors[slot], 0.0)
     tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=column < size)
 
 
