@@ -28,6 +28,7 @@ from engine.ops.experts import (
     weights as stacked,
 )
 from engine.ops.experts.experts_mlp import ExpertsTile, ExpertsWeights
+from engine.ops.experts.few_tokens_launch import MAX_TOKENS, FewTokensTiles, few_tokens_tiles, suits_few_tokens
 from engine.ops.experts.route import route
 from engine.ops.experts.sort import PairSorter
 from engine.ops.experts.tiles import ROW_CLASSES, ExpertsShape
@@ -46,7 +47,7 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
     """
 
     def __init__(self, spec: ExpertsSpec, form: WeightFormat, quantized: torch.dtype | None = None) -> None:
-        """quantized: the dtype that activations of more than one token are quantized to. None: they are not."""
+        """quantized: the dtype that activations are quantized to, except those of few tokens. None: they are not."""
         device = torch.device(spec.device)
         self.shape = ExpertsShape(
             num_experts=spec.num_experts,
@@ -62,6 +63,13 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
             max_dequantized_bytes=int(_memory(device) * MAX_DEQUANTIZED_SHARE),
         )
         self._quantized = quantized
+        self._few_tokens: list[FewTokensTiles | None] = [
+            few_tokens_tiles(self.shape, tokens, launch.num_sms(device))
+            if suits_few_tokens(self.shape, tokens)
+            else None
+            for tokens in range(MAX_TOKENS + 1)
+        ]
+        """By number of tokens, the tiles of the kernels for few tokens, where they are used."""
         self._sorter = PairSorter(len(spec.rank_experts), spec.top_k, device)
         self._chosen: dict[int, ExpertsTile] = {}
         self._last: tuple[Mapping[str, torch.Tensor], ExpertsBias | None, ExpertsWeights] | None = None
@@ -79,10 +87,18 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
     def quantizes(self, tokens: int) -> bool:
         """Whether the activations of this many tokens are quantized. The number alone decides, not the tuning.
 
-        Those of one token are not: its kernels use no matrix units. For more tokens, converting 8-bit weights to 16
-        bits would take longer than reading them.
+        Those of one token are not, nor those of few tokens where kernels for them are used. For more tokens, converting
+        8-bit weights to 16 bits would take longer than reading them.
         """
-        return self._quantized is not None and not experts_mlp.is_of_one_token(tokens, self.shape.format)
+        return self._quantized is not None and not self._is_untiled(tokens)
+
+    def _tiles_of_few(self, tokens: int) -> FewTokensTiles | None:
+        return self._few_tokens[tokens] if tokens <= MAX_TOKENS else None
+
+    def _is_untiled(self, tokens: int) -> bool:
+        """Whether kernels for few tokens, which use no ExpertsTile, compute this many."""
+        one = experts_mlp.is_of_one_token(tokens, self.shape.format)
+        return one or self._tiles_of_few(tokens) is not None
 
     def _multiply(
         self, x: torch.Tensor, routing: Routing, weights: ExpertsWeights, tile: ExpertsTile, compile_only: bool = False
@@ -96,6 +112,7 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
             tile,
             self._sorter,
             quantized=self._quantized if self.quantizes(len(x)) else None,
+            few_tokens=self._tiles_of_few(len(x)),
             compile_only=compile_only,
         )
 
@@ -151,7 +168,7 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
 
     @property
     def row_classes(self) -> Sequence[int]:
-        return [rows for rows in ROW_CLASSES if not experts_mlp.is_of_one_token(rows, self.shape.format)]
+        return [rows for rows in ROW_CLASSES if not self._is_untiled(rows)]
 
     def candidates(self, rows: int) -> Sequence[ExpertsTile]:
         return tiles.candidates(self.shape, rows)

@@ -1,4 +1,7 @@
-"""The experts of a layer on a GPU: sort, two grouped GEMMs with the activation between, weighted sum."""
+"""The experts of a layer on a GPU: sort, two grouped GEMMs with the activation between, weighted sum.
+
+Few tokens have kernels of their own (few_tokens.py; one_token.py on GPUs without them).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from attrs import frozen
 
 from engine.ops.experts.combine import combine
 from engine.ops.experts.dequantize import dequantize
+from engine.ops.experts.few_tokens_launch import FewTokensTiles, experts_of_few_tokens
 from engine.ops.experts.grouped_matmul import GroupedTile, grouped_matmul
 from engine.ops.experts.one_token import KINDS_OF_ONE_TOKEN, experts_of_one_token
 from engine.ops.experts.quantize import quantize_activations
@@ -54,15 +58,29 @@ def experts_mlp(
     sorter: PairSorter,
     *,
     quantized: torch.dtype | None = None,
+    few_tokens: FewTokensTiles | None = None,
     compile_only: bool = False,
 ) -> torch.Tensor:
     """The sum of each token's experts, times their factors: [tokens, hidden], in x's dtype.
 
     x: [tokens, hidden], contiguous; experts, factors: [tokens, top_k]; an expert of -1 counts for nothing. quantized:
     the dtype to which activations are quantized, that of the weights, with scales per row or per block as the weights.
+    few_tokens: tiles of the kernels for few tokens, which compute x then; they use no other tile and quantize nothing.
     compile_only: compile the grouped GEMMs without a launch. A single token is computed by kernels of its own if they
-    read this kind of weights; they use no tile and quantize nothing.
+    read this kind of weights; they use no tile and quantize nothing, either.
     """
+    if few_tokens is not None and not compile_only:
+        return experts_of_few_tokens(
+            x,
+            experts,
+            factors,
+            weights.gate_up,
+            weights.down,
+            activation,
+            few_tokens,
+            gate_up_bias=weights.gate_up_bias,
+            down_bias=weights.down_bias,
+        )
     if is_of_one_token(len(x), weights.gate_up.format) and not compile_only:
         return experts_of_one_token(
             x,

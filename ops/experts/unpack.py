@@ -22,7 +22,7 @@ _SIGNS = tl.constexpr(FP4_SIGNS)
 
 
 @triton.constexpr_function
-def _fp4_code(field):
+def fp4_code(field):
     """PTX that multiplies a field of two words, $1, by a pair of equal scales, $2."""
     left = BF16_FRACTION - FP4_FRACTIONS[field]
     code = f"shl.b32 f, $1, {left};" if left >= 0 else f"shr.b32 f, $1, {-left};"
@@ -57,7 +57,7 @@ def _fp4_pairs(words, entry, FIELD: tl.constexpr):
         is_pure=True,
         pack=1,
     )
-    CODE: tl.constexpr = _fp4_code(FIELD)
+    CODE: tl.constexpr = fp4_code(FIELD)
     return tl.inline_asm_elementwise(
         CODE,
         "=r,r,r,r",
