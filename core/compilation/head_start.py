@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from engine.core.compilation.first_start import may_use_gpu
-from engine.ops.common.cuda_driver import open_driver
 
 if TYPE_CHECKING:
     from engine.core.config.tree import EngineConfig
@@ -45,6 +44,8 @@ def _begin(name: str, work: Callable[[], None]) -> threading.Thread:
 
 
 def _initialize_driver() -> None:
+    from engine.ops.common.cuda_driver import open_driver
+
     with suppress(OSError, AttributeError):  # another vendor's GPU
         open_driver().cuInit(0)
 

@@ -302,7 +302,9 @@ class Driver:
 
     def __init__(self) -> None:
         """Raises OSError where there is no CUDA driver, and AttributeError for one that is too old."""
-        library = ctypes.CDLL("libcuda.so.1")
+        from engine.ops.common.cuda_driver import open_driver
+
+        library = open_driver()
         handle, number, address = ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint64
 
         def function(name: str, *arguments: Any) -> Callable[..., int]:

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from engine.ops.common.cuda_driver import open_driver
-
 FUNCTIONS = (
     "cuStreamGetCaptureInfo_v3",
     "cuStreamBeginCaptureToGraph",
@@ -61,6 +59,8 @@ class GraphExtender:
         """The functions of this machine's driver; None if it lacks one of them."""
         if torch.version.cuda is None:
             return None
+        from engine.ops.common.cuda_driver import open_driver
+
         try:
             driver, runtime = open_driver(), ctypes.CDLL(RUNTIME.format(torch.version.cuda.partition(".")[0]))
         except OSError:

@@ -17,7 +17,6 @@ from attrs import define, evolve
 from engine.core.attention.batch import ForwardBatch
 from engine.core.runner.graph_capture import weak_ref_tensor
 from engine.core.runner.graph_sizes import recorded_sizes, token_counts
-from engine.ops.common.row_memory import empty_with_room
 
 if TYPE_CHECKING:
     from engine.core.models.forward_pass import ForwardPass
@@ -62,6 +61,8 @@ class _GraphBreak:
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         """Note the call, and return its output, which is filled before the next segment is replayed."""
+        from engine.ops.common.row_memory import empty_with_room
+
         tokens, heads = q.shape[:2]
         out = empty_with_room(q, (tokens, heads * self._output_dim)).view(tokens, heads, self._output_dim)
         self._break_graph()
