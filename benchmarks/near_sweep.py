@@ -26,12 +26,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from attrs import evolve
-from shape_sweep import MAX_ERROR, Result, find_limits, show, summary, write_json
+from shape_sweep import MAX_ERROR, Result, find_limits, make_parser, show, summary, write_json
 from sweep_blocks import Block
 from sweep_cases import KINDS, LINEAR_KINDS, SMALL, AttentionCase, Limits, LinearCase, Space, draw
 from sweep_linears import LinearSweep
@@ -200,17 +199,8 @@ def show_choices(result: Result) -> str:
 
 def parse() -> argparse.Namespace:
     """The arguments."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", type=int, default=30, metavar="N")
-    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="of the drawn cases, those of a kind")
+    parser = make_parser(__doc__, "round shapes, each next to other round ones")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="of the drawn cases, every Nth from the Ith on")
-    parser.add_argument("--control", action="store_true", help="round shapes, each next to other round ones")
-    parser.add_argument("--limit", type=float, default=110, metavar="SECONDS", help="start no further case after this")
-    parser.add_argument("--bandwidth", type=float, help="TB/s; by default a copy is timed")
-    parser.add_argument("--matmul", type=float, help="TFLOP/s in 16 and 8 bits; by default matmuls are timed")
-    parser.add_argument("--small", action="store_true", help="tiny sizes on a CPU, by Triton's interpreter")
-    parser.add_argument("--json", type=Path, help="file to write the results to, after each case")
     return parser.parse_args()
 
 

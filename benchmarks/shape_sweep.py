@@ -259,19 +259,25 @@ def show(results: Sequence[Result]) -> None:
     print(summary(results), flush=True)
 
 
-def parse() -> argparse.Namespace:
-    """The arguments."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None, control: str) -> argparse.ArgumentParser:
+    """The arguments of both sweeps. control: what --control draws."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=30, metavar="N")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="of the drawn cases, those of a kind")
-    parser.add_argument("--neighbours", nargs="+", choices=Space().models, metavar="MODEL")
-    parser.add_argument("--control", action="store_true", help="draw the shapes of known models")
+    parser.add_argument("--control", action="store_true", help=control)
     parser.add_argument("--limit", type=float, default=110, metavar="SECONDS", help="start no further case after this")
     parser.add_argument("--bandwidth", type=float, help="TB/s; by default a copy is timed")
     parser.add_argument("--matmul", type=float, help="TFLOP/s in 16 and 8 bits; by default matmuls are timed")
     parser.add_argument("--small", action="store_true", help="tiny sizes on a CPU, by Triton's interpreter")
     parser.add_argument("--json", type=Path, help="file to write the results to, after each case")
+    return parser
+
+
+def parse() -> argparse.Namespace:
+    """The arguments."""
+    parser = make_parser(__doc__, "draw the shapes of known models")
+    parser.add_argument("--neighbours", nargs="+", choices=Space().models, metavar="MODEL")
     return parser.parse_args()
 
 

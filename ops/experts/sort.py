@@ -230,22 +230,15 @@ def _sort(experts: torch.Tensor, num_experts: int, tile_rows: int) -> SortedPair
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
     # All start at multiples of 16 bytes: kernels are compiled again for other alignments.
     of_tiles = torch.empty((4, num_tiles + -num_tiles % 4), dtype=torch.int32, device=experts.device)
-    tile_experts, tile_begins, tile_ends, tile_firsts = of_tiles[:, :num_tiles]
     counters = torch.empty(6, dtype=torch.int32, device=experts.device)
-    used_tiles, claims = counters[:1], counters[4:]
+    results = (order, *of_tiles[:, :num_tiles], counters[:1], counters[4:])
     blocks = max(-(-pairs // BLOCK), -(-num_tiles // TILES))
     bins = max(triton.next_power_of_2(num_experts), MIN_BINS)
     counts = None
     if 0 < pairs <= MAX_FEW:
         all_pairs = max(triton.next_power_of_2(pairs), MIN_BINS)
         _sort_few_kernel[(1 + -(-pairs // FEW_PLACED),)](
-            order,
-            tile_experts,
-            tile_begins,
-            tile_ends,
-            tile_firsts,
-            used_tiles,
-            claims,
+            *results,
             experts,
             pairs,
             num_tiles,
@@ -257,7 +250,7 @@ def _sort(experts: torch.Tensor, num_experts: int, tile_rows: int) -> SortedPair
             num_warps=4,
             **dependent_launch(experts.device),
         )
-        return SortedPairs(order, tile_experts, tile_begins, tile_ends, tile_firsts, used_tiles, claims)
+        return SortedPairs(*results)
     if pairs > MAX_COUNTED:
         counts = torch.empty((blocks, bins), dtype=torch.int32, device=experts.device)
         _count_kernel[(blocks,)](
@@ -265,13 +258,7 @@ def _sort(experts: torch.Tensor, num_experts: int, tile_rows: int) -> SortedPair
         )
     if pairs:
         _sort_kernel[(blocks,)](
-            order,
-            tile_experts,
-            tile_begins,
-            tile_ends,
-            tile_firsts,
-            used_tiles,
-            claims,
+            *results,
             experts,
             experts if counts is None else counts,
             pairs,
@@ -288,7 +275,7 @@ def _sort(experts: torch.Tensor, num_experts: int, tile_rows: int) -> SortedPair
             num_warps=4,
             **dependent_launch(experts.device),
         )
-    return SortedPairs(order, tile_experts, tile_begins, tile_ends, tile_firsts, used_tiles, claims)
+    return SortedPairs(*results)
 
 
 def max_tiles(pairs: int, num_experts: int, tile_rows: int) -> int:
