@@ -30,7 +30,17 @@ from typing import Any
 
 import torch
 from attrs import evolve
-from shape_sweep import MAX_ERROR, Result, find_limits, make_parser, show, summary, write_json
+from shape_sweep import (
+    MAX_ERROR,
+    Result,
+    find_device,
+    find_limits,
+    machine_name,
+    make_parser,
+    show,
+    summary,
+    write_json,
+)
 from sweep_blocks import Block
 from sweep_cases import KINDS, LINEAR_KINDS, SMALL, AttentionCase, Limits, LinearCase, Space, draw
 from sweep_linears import LinearSweep
@@ -210,8 +220,7 @@ def main() -> None:
     begin = time.perf_counter()
     options = parse()
     torch.manual_seed(options.seed)
-    # With its number, a CPU is to the engine like a GPU: it chooses kernels for GPUs, and the interpreter runs them.
-    device = torch.device("cpu" if options.small else "cuda", 0)
+    device = find_device(small=options.small)
     if not options.small:
         SHARED.begin()
     space = SMALL if options.small else Space()
@@ -222,20 +231,14 @@ def main() -> None:
         cases = [round_case(case) for case in cases]
     space = evolve(space, control=options.control)
     limits = find_limits(device, options.bandwidth, options.matmul)
-    ceilings = (
-        f"copy {limits.bandwidth / 1e12:.3g} TB/s, matmul {limits.flops / 1e12:.4g} TFLOP/s in bfloat16,"
-        f" {limits.flops_8bit / 1e12:.4g} in float8"
-    )
-    print(f"ceilings: {ceilings}", flush=True)
+    print(f"ceilings: {limits}", flush=True)
     settings: dict[str, Any] = {
         "seed": options.seed,
         "cases": options.cases,
         "part": options.part,
-        "ceilings": ceilings,
+        "ceilings": str(limits),
         "control": options.control,
     }
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
-    machine = f"{device} ({name})"
     sweep = NearSweep(device, space, limits, cases)
     print(f"made at {time.perf_counter() - begin:.1f} s", flush=True)
     sweep.compile(cases)
@@ -263,7 +266,7 @@ def main() -> None:
                 continue
             print(f"{results[-1].line()}\n{show_choices(results[-1])}", flush=True)
             if options.json is not None:
-                write_json(options.json, machine, results, settings, benchmark="near_sweep")
+                write_json(options.json, machine_name(device), results, settings, benchmark="near_sweep")
     show(results)
     print(f"{summary(results)}; {time.perf_counter() - begin:.0f} s", flush=True)
     failures += [result.case.name for result in results if not result.error < MAX_ERROR]

@@ -274,6 +274,17 @@ def make_parser(description: str | None, control: str) -> argparse.ArgumentParse
     return parser
 
 
+def find_device(*, small: bool) -> torch.device:
+    """The GPU. small: a CPU with a number, for which the engine chooses kernels for GPUs; the interpreter runs them."""
+    return torch.device("cpu" if small else "cuda", 0)
+
+
+def machine_name(device: torch.device) -> str:
+    """The device as results name it."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
+    return f"{device} ({name})"
+
+
 def parse() -> argparse.Namespace:
     """The arguments."""
     parser = make_parser(__doc__, "draw the shapes of known models")
@@ -287,24 +298,18 @@ def main() -> None:
     begin = time.perf_counter()
     options = parse()
     torch.manual_seed(options.seed)
-    # With its number, a CPU is to the engine like a GPU: it chooses kernels for GPUs, and the interpreter runs them.
-    device = torch.device("cpu" if options.small else "cuda", 0)
+    device = find_device(small=options.small)
     space = SMALL if options.small else Space()
     if options.neighbours:
         space = evolve(space, models=tuple(options.neighbours))
     space = evolve(space, control=options.control)
     cases = [case for case in draw(options.seed, options.cases, space) if case.kind in options.only]
     limits = find_limits(device, options.bandwidth, options.matmul)
-    ceilings = (
-        f"copy {limits.bandwidth / 1e12:.3g} TB/s, matmul {limits.flops / 1e12:.4g} TFLOP/s in bfloat16,"
-        f" {limits.flops_8bit / 1e12:.4g} in float8"
-    )
-    print(f"ceilings: {ceilings}", flush=True)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
+    print(f"ceilings: {limits}", flush=True)
     settings = {
         "seed": options.seed,
         "cases": options.cases,
-        "ceilings": ceilings,
+        "ceilings": str(limits),
         "models": list(space.models),
         "control": options.control,
     }
@@ -335,7 +340,7 @@ def main() -> None:
                 continue
             print(results[-1].line(), flush=True)
             if options.json is not None:
-                write_json(options.json, f"{device} ({name})", results, settings)
+                write_json(options.json, machine_name(device), results, settings)
         del opened
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -47,6 +47,12 @@ class Limits:
     flops_8bit: float
     """The same in float8; taken for int8 too, whose nominal rate is equal."""
 
+    def __str__(self) -> str:
+        return (
+            f"copy {self.bandwidth / 1e12:.3g} TB/s, matmul {self.flops / 1e12:.4g} TFLOP/s in bfloat16,"
+            f" {self.flops_8bit / 1e12:.4g} in float8"
+        )
+
 
 @frozen(kw_only=True)
 class Heads:
