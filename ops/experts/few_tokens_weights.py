@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from engine.ops.experts.unpack import fp4_code
+from engine.ops.experts.unpack import fp4_code, fp4_scale_code, int4_code, int4_scale_code
 from engine.ops.gemm.few_rows import COLUMNS, left_of, right_of
 
 PLAIN = gl.constexpr(0)
@@ -68,17 +68,6 @@ def _wide_right(pairs, RIGHT: gl.constexpr, DTYPE: gl.constexpr):
     return gl.convert_layout(flat, RIGHT, assert_trivial=True)
 
 
-@gluon.constexpr_function
-def _int4_code(field):
-    """PTX of a pair of weights, as unpack.py's: (the field of $1 less its zero point) * scale, rounded. $2: a pair of
-    scales, $3: of numbers to be added before."""
-    return (
-        "{ .reg .b32 q, one, zero; mov.b32 one, 0x3F803F80; mov.b32 zero, 0x80008000;"
-        f" shr.b32 q, $1, {4 * field}; lop3.b32 q, q, 0x000F000F, 0x43004300, 0xEA;"
-        " fma.rn.bf16x2 q, q, one, $3; fma.rn.bf16x2 $0, q, $2, zero; }"
-    )
-
-
 @gluon.jit
 def _halves(entry, words):
     """Numbers of halves of blocks, [warps, rows, 2], for each of the words."""
@@ -93,8 +82,9 @@ def _field_as_left(words, entry, FIELD: gl.constexpr, KIND: gl.constexpr, LEFT: 
     """A field of 4-bit weights, scaled, as the left operand. words: [warps, rows, WORDS_PER_BLOCK] int32; entry: of
     the scales, [warps, rows, 2], for the two blocks of ops/experts/pack.py."""
     if KIND == FP4:
+        FP4_SCALE: gl.constexpr = fp4_scale_code(FIELD)
         scale = gl.inline_asm_elementwise(
-            f"{{ .reg .b32 t; prmt.b32 t, $1, 0, 0x{FIELD}4{FIELD}4; shr.b32 $0, t, 1; }}",
+            FP4_SCALE,
             "=r,r",
             [entry],
             dtype=gl.int32,
@@ -105,15 +95,16 @@ def _field_as_left(words, entry, FIELD: gl.constexpr, KIND: gl.constexpr, LEFT: 
         given = [words, _halves(scale, words)]
         weights = gl.inline_asm_elementwise(CODE, "=r,r,r", given, dtype=gl.int32, is_pure=True, pack=1)
     else:
+        INT4_SCALE: gl.constexpr = int4_scale_code(True)
         scale, offset = gl.inline_asm_elementwise(
-            "{ .reg .b32 t; prmt.b32 $0, $2, 0, 0x1010; prmt.b32 t, $2, 0, 0x3232; or.b32 $1, t, 0xC300C300; }",
+            INT4_SCALE,
             "=r,=r,r",
             [entry],
             dtype=(gl.int32, gl.int32),
             is_pure=True,
             pack=1,
         )
-        INT4_CODE: gl.constexpr = _int4_code(FIELD)
+        INT4_CODE: gl.constexpr = int4_code(FIELD, True, 3)
         given = [words, _halves(scale, words), _halves(offset, words)]
         weights = gl.inline_asm_elementwise(INT4_CODE, "=r,r,r,r", given, dtype=gl.int32, is_pure=True, pack=1)
     return left_of(weights, 1, LEFT, DTYPE)

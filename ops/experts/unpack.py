@@ -36,21 +36,36 @@ def fp4_code(field):
 
 
 @triton.constexpr_function
-def _int4_code(field, is_bf16):
-    """PTX that adds the pair of equal numbers $4 to a field of two words, $1, and multiplies by the pair $2."""
+def fp4_scale_code(field):
+    """PTX of a pair of equal scales: a field's byte of an entry, $1, becomes the exponent of both halves of $0."""
+    return f"{{ .reg .b32 t; prmt.b32 t, $1, 0, 0x{field}4{field}4; shr.b32 $0, t, 1; }}"
+
+
+@triton.constexpr_function
+def int4_scale_code(is_bf16):
+    """PTX of a pair of equal scales, $0, and a pair of equal numbers to be added before, $1, of an entry, $2."""
+    offset = "0xC300C300" if is_bf16 else "0xE400E400"
+    return f"{{ .reg .b32 t; prmt.b32 $0, $2, 0, 0x1010; prmt.b32 t, $2, 0, 0x3232; or.b32 $1, t, {offset}; }}"
+
+
+@triton.constexpr_function
+def int4_code(field, is_bf16, added):
+    """PTX that adds the pair of equal numbers of operand `added` to a field of two words, $1, and multiplies by the
+    pair $2."""
     dtype, power, one = ("bf16x2", "0x43004300", "0x3F803F80") if is_bf16 else ("f16x2", "0x64006400", "0x3C003C00")
     return (
         f"{{ .reg .b32 q, one, zero; mov.b32 one, {one}; mov.b32 zero, 0x80008000; shr.b32 q, $1, {4 * field};"
-        f" lop3.b32 q, q, 0x000F000F, {power}, 0xEA; fma.rn.{dtype} q, q, one, $4; fma.rn.{dtype} $0, q, $2, zero; }}"
+        f" lop3.b32 q, q, 0x000F000F, {power}, 0xEA; fma.rn.{dtype} q, q, one, ${added};"
+        f" fma.rn.{dtype} $0, q, $2, zero; }}"
     )
 
 
 @triton.jit
 def _fp4_pairs(words, entry, FIELD: tl.constexpr):
     """bfloat16 weights by PTX. The rest as in `_unpack_field`."""
-    # The scale's byte becomes the exponent of both halves of a register.
+    SCALE_CODE: tl.constexpr = fp4_scale_code(FIELD)
     scale = tl.inline_asm_elementwise(
-        f"{{ .reg .b32 t; prmt.b32 t, $1, 0, 0x{FIELD}4{FIELD}4; shr.b32 $0, t, 1; }}",
+        SCALE_CODE,
         "=r,r",
         [entry],
         dtype=tl.int32,
@@ -71,16 +86,16 @@ def _fp4_pairs(words, entry, FIELD: tl.constexpr):
 @triton.jit
 def _int4_pairs(words, entry, FIELD: tl.constexpr, DTYPE: tl.constexpr):
     """Weights of DTYPE, bfloat16 or float16, by PTX. The rest as in `_unpack_field`."""
-    OFFSET: tl.constexpr = "0xC300C300" if DTYPE.is_bf16() else "0xE400E400"
+    SCALE_CODE: tl.constexpr = int4_scale_code(DTYPE.is_bf16())
     scale, offset = tl.inline_asm_elementwise(
-        f"{{ .reg .b32 t; prmt.b32 $0, $2, 0, 0x1010; prmt.b32 t, $2, 0, 0x3232; or.b32 $1, t, {OFFSET}; }}",
+        SCALE_CODE,
         "=r,=r,r",
         [entry],
         dtype=(tl.int32, tl.int32),
         is_pure=True,
         pack=1,
     )
-    CODE: tl.constexpr = _int4_code(FIELD, DTYPE.is_bf16())
+    CODE: tl.constexpr = int4_code(FIELD, DTYPE.is_bf16(), 4)
     bits = tl.inline_asm_elementwise(
         CODE,
         "=r,r,r,r,r,r",
