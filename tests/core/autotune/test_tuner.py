@@ -269,8 +269,9 @@ def test_tune_on_a_gpu(tmp_path: Path) -> None:
     from engine.core.autotune.tuner import tune
 
     layers = LayerFactory(dtype="bfloat16", device="cuda", fused=True)
-    linear = layers.linear([("gate", 3072), ("up", 3072)], 1024, gated=True)
-    head = layers.lm_head("lm_head", 32000, 1024)
+    hidden, intermediate = 1088, 2944  # sizes without shipped results, which would not be measured again
+    linear = layers.linear([("gate", intermediate), ("up", intermediate)], hidden, gated=True)
+    head = layers.lm_head("lm_head", 32000, hidden)
     for layer in layers.layers:
         names = layer.tensors().items()
         layer.fill({name: torch.randn(spec.shape).to("cuda", torch.bfloat16) / 32 for name, spec in names})
@@ -281,7 +282,7 @@ def test_tune_on_a_gpu(tmp_path: Path) -> None:
         assert all(0 < result.seconds < 1e-3 for result in report.results)
         assert tune(layers, str(tmp_path)).measured == 0
         for rows in (1, 3, 16, 17):
-            x = torch.randn(rows, 1024, device="cuda").bfloat16()
+            x = torch.randn(rows, hidden, device="cuda").bfloat16()
             exact = x.double() @ linear.weights["weight"].double().T
             gate, up = exact.chunk(2, -1)
             exact = torch.nn.functional.silu(gate) * up

@@ -407,6 +407,7 @@ def test_an_engine_is_tuned_and_generates(tmp_path: Path, quant: str) -> None:
     assert written[0] == written[1]  # the second start measured nothing
     results = json.loads(written[0][0])["results"]
     kinds = {result["op"].split()[0] for result in results}
-    assert "weight-only" in kinds
+    # With wgmma, the tiles of few rows follow from rules.
+    assert ("weight-only" in kinds) == (not has_wgmma(DEVICE))
     assert ("w8a8" in kinds) == has_tensor_cores_for(DEVICE, torch.float8_e4m3fn if quant == "fp8" else torch.int8)
     assert all(0 < result["seconds"] < 1e-2 for result in results)
