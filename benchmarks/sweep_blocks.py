@@ -39,6 +39,9 @@ FEW_ROWS_TILES = {
         FewRowsTile(rows=16, warps=4, ahead=3, x_ahead=2, programs=3),
         FewRowsTile(rows=32, warps=8, ahead=1, x_ahead=4, programs=2, row_warps=2),
         FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=4),
+        FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=3),
+        FewRowsTile(rows=16, warps=2, ahead=2, x_ahead=2, programs=8),
+        FewRowsTile(rows=32, warps=4, ahead=2, x_ahead=2, programs=3, row_warps=2),
     ),
 }
 """Bits of a weight -> the tiles of few_rows_tile.py, without splits."""

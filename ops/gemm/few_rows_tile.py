@@ -21,6 +21,12 @@ TILE_ROWS = 16
 """Rows of W of the smallest tile."""
 LONG_INPUTS = 24
 """4 bits: with more blocks of 256 inputs than this, eight warps divide them."""
+MEDIUM_INPUTS = 20
+"""4 bits: up to this many blocks of 256 inputs, four warps divide those of few tiles."""
+SHORT_INPUTS = 8
+"""4 bits: up to this many blocks of 256 inputs, four warps with two blocks each ahead have one loop iteration."""
+MAX_FEW_TILES = 0.65
+"""4 bits: tiles of TILE_ROWS per multiprocessor that are few, at most."""
 
 
 @frozen(kw_only=True)
@@ -113,6 +119,8 @@ class SplitTile:
         return evolve(self.tile, splits=even_splits(most, shape.blocks))
 
 
+TWO_BY_TWO_WARPS = FewRowsTile(rows=32, warps=4, ahead=2, x_ahead=2, programs=3, row_warps=2)
+"""4 bits: two warps divide the rows of W, and two the inputs."""
 W8_MAX_TILES = 8
 """8 bits: most TILE_ROWS per multiprocessor, unless gated: more were not measured."""
 W8_LONG_INPUTS = 2 * LONG_INPUTS
@@ -195,28 +203,26 @@ def even_splits(most: int, blocks: int) -> int:
     return -(-blocks // -(-blocks // max(most, 1)))
 
 
-def few_rows_tile(shape: WeightOnlyShape, sms: int) -> FewRowsTile:
-    """The tile for a shape that `suits_few_rows`, on a GPU with this many multiprocessors.
-
-    All programs run at the same time where possible, with as many loads in progress as registers allow. These were the
-    fastest, or nearly, in chains of the linear layers of decoder blocks on an H200 (as for
-    weight_only_tiles.UNMEASURED_MAX_ROWS), and in whole steps of Llama-3.1-8B.
-    """
-    if shape.layout.bits == 8:
-        return _w8_tile(shape, sms)
+def _w4_tile(shape: WeightOnlyShape, sms: int) -> FewRowsTile:
+    """As `few_rows_tile`, for 4-bit weights."""
     tiles = -(-shape.weight_rows // TILE_ROWS)
-    share = -(-shape.blocks // 4)
-    if shape.gated and 8 * sms < tiles <= 16 * sms:
-        return FewRowsTile(rows=64, warps=4, ahead=1, x_ahead=2, programs=4, row_warps=2)
-    if shape.gated and tiles <= 8 * sms:
-        return FewRowsTile(rows=32, warps=2, ahead=1, x_ahead=2, programs=8)
-    if shape.gated or tiles > 4 * sms or share == 1:
+    if shape.gated:
+        return _w4_gated_tile(shape, tiles, sms)
+    if tiles > 4 * sms:
         return FewRowsTile(rows=32, warps=4, ahead=1, x_ahead=4, programs=3)
+    if shape.blocks <= SHORT_INPUTS and tiles <= 3 * sms:
+        return _w4_short_tile(shape, tiles, sms)
+    # Blocks of each of four warps.
+    share = -(-shape.blocks // 4)
+    if share == 1:
+        return TWO_BY_TWO_WARPS
+    if shape.blocks <= MEDIUM_INPUTS and tiles <= MAX_FEW_TILES * sms:
+        return FewRowsTile(rows=16, warps=4, ahead=2 if share == 4 else 3, x_ahead=2, programs=3)
     if tiles <= sms or (shape.blocks > LONG_INPUTS and tiles <= 2 * sms):
         return FewRowsTile(rows=16, warps=8, ahead=1, x_ahead=4, programs=2)
     if shape.blocks > LONG_INPUTS and tiles <= 3 * sms:
         return FewRowsTile(rows=16, warps=8, ahead=1, x_ahead=2, programs=3)
-    # Four warps have `share` blocks each: more ahead, unless the last loop iteration would have fewer.
+    # More ahead, unless the last loop iteration would have fewer.
     if tiles <= 2 * sms and share % 4 == 0:
         return FewRowsTile(rows=16, warps=4, ahead=4, x_ahead=0, programs=3)
     if tiles <= 3 * sms and -(-share // 3) * 3 <= -(-share // 2) * 2:
@@ -224,3 +230,37 @@ def few_rows_tile(shape: WeightOnlyShape, sms: int) -> FewRowsTile:
     if tiles <= 3 * sms:
         return FewRowsTile(rows=32, warps=8, ahead=1, x_ahead=4, programs=2, row_warps=2)
     return FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=4)
+
+
+def _w4_short_tile(shape: WeightOnlyShape, tiles: int, sms: int) -> FewRowsTile:
+    """As `few_rows_tile`, for plain layers of 4-bit weights with SHORT_INPUTS and at most three tiles of TILE_ROWS per
+    multiprocessor."""
+    has_one_block_per_warp = shape.blocks <= 4
+    if has_one_block_per_warp and tiles > sms:
+        return TWO_BY_TWO_WARPS
+    programs = 4 if tiles <= 1.5 * sms else 3
+    return FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=2, programs=programs)
+
+
+def _w4_gated_tile(shape: WeightOnlyShape, tiles: int, sms: int) -> FewRowsTile:
+    """As `few_rows_tile`, for gated layers of 4-bit weights with this many tiles of TILE_ROWS."""
+    is_short = shape.blocks <= SHORT_INPUTS
+    # Each half of the warps has an even number of blocks, so that no loop iteration has fewer than two.
+    has_even_halves = -(-shape.blocks // 2) % 2 == 0
+    if is_short and has_even_halves and tiles <= 6 * sms:
+        return TWO_BY_TWO_WARPS
+    if tiles <= (7 if is_short else 8) * sms:
+        return FewRowsTile(rows=32, warps=2, ahead=1, x_ahead=2, programs=8)
+    if tiles <= 16 * sms:
+        return FewRowsTile(rows=64, warps=4, ahead=1, x_ahead=2, programs=4, row_warps=2)
+    return FewRowsTile(rows=32, warps=4, ahead=1, x_ahead=4, programs=3)
+
+
+def few_rows_tile(shape: WeightOnlyShape, sms: int) -> FewRowsTile:
+    """The tile for a shape that `suits_few_rows`, on a GPU with this many multiprocessors.
+
+    All programs run at the same time where possible, with as many loads in progress as registers allow. These were the
+    fastest, or nearly, in chains of the linear layers of decoder blocks on an H200 (as for
+    weight_only_tiles.UNMEASURED_MAX_ROWS), and in whole steps of Llama-3.1-8B.
+    """
+    return _w8_tile(shape, sms) if shape.layout.bits == 8 else _w4_tile(shape, sms)

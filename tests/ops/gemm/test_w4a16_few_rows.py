@@ -27,6 +27,9 @@ TILES = tiles_of(
     (32, 4, 2, 0, 2, 1),
     (64, 4, 1, 2, 4, 2),
     (32, 8, 1, 4, 2, 2),
+    (16, 4, 2, 2, 4, 1),
+    (16, 4, 3, 2, 3, 1),
+    (32, 4, 2, 2, 3, 2),
 )
 
 
@@ -72,7 +75,7 @@ def test_other_kernels_serve_what_few_rows_tiles_do_not_support(shape: Any, rows
 
 
 @pytest.mark.parametrize("outputs", [16, 1024, 4096, 6144, 7168, 28672, 34816, 128256])
-@pytest.mark.parametrize("inputs", [64, 1024, 4096, 5120, 17408])
+@pytest.mark.parametrize("inputs", [64, 1024, 1536, 2048, 4096, 5120, 17408])
 def test_default_tiles_have_registers_for_their_loads(outputs: int, inputs: int) -> None:
     for is_gated in (False, True):
         tile = default_tile(shape_of(outputs, inputs, is_gated=is_gated), 2, SMS, HOPPER, wgmma=True)
