@@ -162,10 +162,13 @@ class PersistentTile:
 
 MIN_PREDICTED_ROWS = 129
 """From this many rows of x on, times are predicted: up to 128, a row class is served by one number of tiles."""
-MAX_PREDICTED_WAVES = 6
-"""Up to this many waves of the largest tile, times are predicted."""
+MANY_WAVES = 6
+"""More waves of the largest tile than this are many."""
 MIN_GAIN = 0.07
 """Share of the time that another tile must save."""
+MIN_GAIN_MANY_WAVES = 0.04
+"""The same with many waves: times of 128x256 and 256x128 are predicted more accurately there, relative to each other
+(h200-large-w4a16.json)."""
 SIZES = tuple(PersistentTile(rows=rows, columns=columns) for rows, columns in TIMES)  # type: ignore[arg-type]
 LARGEST = PersistentTile(rows=128, columns=256)
 
@@ -186,8 +189,7 @@ def tile_for_rows(
     tile that is predicted to be faster replaces the choice. measured: the candidates of the row class, which `chosen`
     beat with as many tiles.
     """
-    is_large = LARGEST.tiles(weight_rows, rows) > MAX_PREDICTED_WAVES * sms
-    if chosen.splits > 1 or chosen.size not in TIMES or rows < MIN_PREDICTED_ROWS or is_large:
+    if chosen.splits > 1 or chosen.size not in TIMES or rows < MIN_PREDICTED_ROWS:
         return chosen
     times = {
         tile: tile.predicted_time(weight_rows, blocks, rows, sms)
@@ -195,5 +197,7 @@ def tile_for_rows(
         if tile not in measured or tile.tiles(weight_rows, rows) != tile.tiles(weight_rows, row_class)
     }
     best = min(times, key=lambda tile: times[tile], default=chosen)
-    limit = (1 - MIN_GAIN) * chosen.predicted_time(weight_rows, blocks, rows, sms)
+    has_many_waves = LARGEST.tiles(weight_rows, rows) > MANY_WAVES * sms
+    min_gain = MIN_GAIN_MANY_WAVES if has_many_waves else MIN_GAIN
+    limit = (1 - min_gain) * chosen.predicted_time(weight_rows, blocks, rows, sms)
     return best if best != chosen and times[best] < limit else chosen

@@ -192,6 +192,10 @@ def test_another_tile_is_used_where_it_is_predicted_to_be_faster() -> None:
     assert found(300, 4096, 56, columns=256) == (128, 160)
     assert found(600, 6144, 16, columns=256) == (256, 128)
     assert found(128, 28672, 16, columns=128) == (128, 128)  # measured
+    # With many waves, smaller gains count.
+    assert found(520, 57344, 32, columns=256) == (128, 192)
+    assert found(792, 57344, 32, columns=256) == (256, 128)
+    assert found(1600, 57344, 32, columns=256) == (256, 128)
     assert found(8192, 28672, 16, columns=256) == (128, 256)
     assert tile_for_rows(PersistentTile(columns=64, splits=2), 4096, 56, 144, SMS).splits == 2
 
