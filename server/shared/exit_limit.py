@@ -1,4 +1,4 @@
-"""Ends a process of the server whose exit is held up, by a hook, an exit handler or a thread of a plugin."""
+"""Ends a process of the server whose exit is held up by a hook, an exit handler or a thread of a plugin."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ import sys
 import sysconfig
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
 
 WARN_SECONDS = 4.0
-"""Time after which the log says what holds up the exit: before the supervisor kills the process, which it does after
-5 s."""
+"""Time after which the log names what holds up the exit: less than the 5 s after which the supervisor kills it."""
 EXIT_SECONDS = 5.0
-"""Time in which a process must exit that has nothing left to close."""
+"""Time in which a process that has nothing left to close must exit."""
 STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 PACKAGES = ("site-packages", "dist-packages")
-"""Directories that may lie in STDLIB, and have other packages."""
+"""Directories of other packages, which may be within STDLIB."""
 
 log = logging.getLogger(__name__)
 
 
 def limit_exit(code: int, seconds: float = EXIT_SECONDS) -> None:
-    """End this process with this code after `seconds`, unless it has exited by then. Returns immediately.
+    """End this process with this exit code after `seconds`, unless it has exited by then. Returns immediately.
 
-    After WARN_SECONDS, the log names the function that holds up the exit. Code that holds the GIL all the time is not
-    ended.
+    After WARN_SECONDS (or `seconds`, if less), the log names the function that holds up the exit. A process whose code
+    never releases the GIL is not ended.
     """
     threading.Thread(target=_limit, args=(code, seconds), name="exit-limit", daemon=True).start()
 
 
 def _limit(code: int, seconds: float) -> None:
-    time.sleep(WARN_SECONDS)
+    time.sleep(min(WARN_SECONDS, seconds))
     log.warning(
         "the exit of this process is held up by %s; the process is ended %g s after its exit began",
         _awaited(),
@@ -41,7 +41,8 @@ def _limit(code: int, seconds: float) -> None:
     time.sleep(max(0.0, seconds - WARN_SECONDS))
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()
+            with suppress(Exception):  # no one reads the output any more, or a plugin has replaced the stream
+                stream.flush()
     os._exit(code)
 
 

@@ -17,6 +17,9 @@ exit_limit.WARN_SECONDS = {warn}
 def hold_up():
     time.sleep(100)
 
+def wait():
+    threading.Event().wait(100)
+
 def catch():
     try:
         hold_up()
@@ -46,8 +49,9 @@ def run(tmp_path: Path, before: str = "", after: str = "", warn: float = 0.05, s
         ("atexit.register(hold_up)", "", r"held up by hold_up() ("),
         ("threading.Thread(target=hold_up, name='late').start()", "", "held up by the thread 'late' in hold_up() ("),
         ("", "catch()", "held up by hold_up() ("),
+        ("atexit.register(wait)", "", "held up by wait() ("),
     ],
-    ids=["exit handler", "thread", "before the exit"],
+    ids=["exit handler", "thread", "before the exit", "within the standard library"],
 )
 def test_what_holds_up_the_exit_is_named_and_the_process_ended(
     tmp_path: Path, before: str, after: str, said: str
@@ -55,7 +59,8 @@ def test_what_holds_up_the_exit_is_named_and_the_process_ended(
     code, errors = run(tmp_path, before, after)
     assert code == 7
     assert said in errors
-    assert f"({tmp_path / 'script.py'}, line 8); the process is ended 0.1 s after its exit began" in errors
+    line = 11 if "wait()" in said else 8
+    assert f"({tmp_path / 'script.py'}, line {line}); the process is ended 0.1 s after its exit began" in errors
 
 
 def test_a_process_that_exits_by_itself_is_left_alone(tmp_path: Path) -> None:
@@ -64,3 +69,25 @@ def test_a_process_that_exits_by_itself_is_left_alone(tmp_path: Path) -> None:
 
 def test_daemon_threads_hold_up_nothing(tmp_path: Path) -> None:
     assert run(tmp_path, "threading.Thread(target=hold_up, daemon=True).start()", warn=50, seconds=60) == (3, "")
+
+
+def test_a_process_whose_output_can_no_longer_be_written_is_ended_too(tmp_path: Path) -> None:
+    before = """
+class Broken:
+    def flush(self):
+        sys.__stdout__.flush()
+        raise BrokenPipeError
+
+atexit.register(hold_up)
+atexit.register(setattr, sys, "stdout", Broken())  # handlers run last in, first out
+"""
+    code, errors = run(tmp_path, before)
+    assert code == 7
+    assert "held up by hold_up() (" in errors
+    assert "BrokenPipeError" not in errors
+
+
+def test_a_limit_shorter_than_the_time_of_the_warning_is_kept(tmp_path: Path) -> None:
+    code, errors = run(tmp_path, "atexit.register(hold_up)", warn=50, seconds=0.1)
+    assert code == 7
+    assert "held up by hold_up() (" in errors
