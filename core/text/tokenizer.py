@@ -291,12 +291,19 @@ class Tokenizer:
 
 
 def _cause(directory: Path, error: Exception) -> str:
-    """Why transformers cannot read the tokenizer: the file with a byte order mark, else what the library says."""
-    for file in sorted(directory.glob("*.json")):
+    """Why transformers cannot read the tokenizer: what the library says, and which files have a byte order mark."""
+    marked = [file.name for file in sorted(directory.glob("*.json")) if _begins_with_mark(file)]
+    if not marked:
+        return str(error)
+    return f"{error}; {' and '.join(marked)} may be the cause: save as UTF-8 without a byte order mark"
+
+
+def _begins_with_mark(file: Path) -> bool:
+    try:
         with file.open("rb") as content:
-            if content.read(3) == _MARK.encode():
-                return f"{file.name} begins with a byte order mark; save it as UTF-8 without one"
-    return str(error)
+            return content.read(3) == _MARK.encode()
+    except OSError:  # a link to nowhere, or a directory
+        return False
 
 
 class _ByteTable(dict[int, bytes]):

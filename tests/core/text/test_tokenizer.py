@@ -247,7 +247,24 @@ def test_open_raises_without_a_usable_tokenizer(tmp_path: Path) -> None:
 def test_open_names_the_file_that_begins_with_a_byte_order_mark(tmp_path: Path, name: str) -> None:
     save(tmp_path, byte_level())
     (tmp_path / name).write_text((tmp_path / name).read_text("utf-8"), encoding="utf-8-sig")
-    with pytest.raises(CheckpointError, match=rf"cannot be read: {name} begins with a byte order mark; save it as"):
+    with pytest.raises(CheckpointError, match=rf"cannot be read: .*; {name} may be the cause: save as UTF-8"):
+        Tokenizer.open(tmp_path)
+
+
+def test_open_reports_a_damaged_tokenizer_next_to_files_that_cannot_be_read(tmp_path: Path) -> None:
+    save(tmp_path, byte_level())
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "absent.json").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "directory.json").mkdir()
+    with pytest.raises(CheckpointError, match=rf"the tokenizer in {tmp_path} cannot be read: "):
+        Tokenizer.open(tmp_path)
+
+
+def test_open_reports_the_error_of_the_library_where_another_file_has_a_byte_order_mark(tmp_path: Path) -> None:
+    save(tmp_path, byte_level())
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "generation_config.json").write_text("{}", encoding="utf-8-sig")
+    with pytest.raises(CheckpointError, match=r"cannot be read: Expecting property.*; generation_config.json may be"):
         Tokenizer.open(tmp_path)
 
 
