@@ -14,7 +14,6 @@ from engine.core.executors.base import Executor
 from engine.core.executors.deployment import Deployment, make_executor, shut_down
 from engine.core.executors.frames import clear_frames
 from engine.core.plugin_host.derived import fit_running, shape_of
-from engine.core.plugin_host.extension_points import EXTENSION_POINTS
 from engine.core.plugin_host.faults import expect
 from engine.core.plugin_host.registry import Plugins
 from engine.core.plugin_host.selection import Parts, resolve
@@ -104,5 +103,4 @@ class PluginChoice:
 def _with_choice(config: EngineConfig, parts: Parts, extension_point: str) -> EngineConfig:
     """A configuration that names the plugin chosen for an extension point."""
     [choice] = [one for one in parts.choices if one.extension_point == extension_point]
-    [section] = [point.section for point in EXTENSION_POINTS if point.name == extension_point]
-    return evolve(config, **{section: evolve(getattr(config, section), name=choice.name)})
+    return evolve(config, **{choice.section: evolve(getattr(config, choice.section), name=choice.name)})

@@ -1,4 +1,4 @@
-"""Chooses the plugin of one extension point: passed in, named, or by auto the most preferred that does not refuse."""
+"""Chooses the plugin of one extension point: one passed in, one named, or the most preferred that does not refuse."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engine.core.plugin_host.registry import Plugins, Registration, Registry
 
 MAX_NAMES = 4
-"""Maximum plugins that a sentence about the equal refusals of several names."""
+"""Maximum number of plugins that a sentence names whose refusals are equal."""
 
 
 @frozen(kw_only=True)
@@ -48,15 +48,19 @@ class ChosenPlugin:
         """A sentence for people who may not know that auto took a third party's plugin; None for any other choice."""
         if not self.by_auto or self.provenance == OBJECT or self.built_in:
             return None
-        [section] = [point.section for point in EXTENSION_POINTS if point.name == self.extension_point]
         return (
-            f"auto took {self}, which is not built in; name it as {section}.name to have it without this notice, or "
-            f"deny it in [plugins] ({self.reason})"
+            f"auto took {self}, which is not built in; name it as {self.section}.name to have it without this notice, "
+            f"or deny it in [plugins] ({self.reason})"
         )
 
-    def __str__(self) -> str:
+    @property
+    def section(self) -> str:
+        """The section of the configuration that chooses the plugin."""
         [section] = [point.section for point in EXTENSION_POINTS if point.name == self.extension_point]
-        return describe_plugin(section, self.name, self.provenance)
+        return section
+
+    def __str__(self) -> str:
+        return describe_plugin(self.section, self.name, self.provenance)
 
     @property
     def seam(self) -> str:
@@ -72,49 +76,68 @@ def choose_plugin(
     question: Question,
     passed_over: Mapping[tuple[str, str], str] = {},
 ) -> tuple[Any, ChosenPlugin]:
-    """The guarded class (or the instance passed in) of an extension point. Raises PluginError."""
+    """The guarded class (or the instance passed in) of an extension point, and why it was chosen.
+
+    override: a class, or an instance of a scheduling policy, passed in from Python. passed_over: (extension point,
+    name) -> why auto does not take this plugin, a sentence.
+    Raises PluginError for an unknown, broken or refusing plugin, and where auto finds none that serves.
+    """
     if override is not None:
         return _passed_in(point, override, question)
     name, registry = getattr(config, point.section).name, plugins.registries[point.name]
-
-    def chosen(plugin: str, provenance: str, reason: str, *, by_auto: bool = False) -> ChosenPlugin:
-        return ChosenPlugin(
-            extension_point=point.name, name=plugin, provenance=provenance, reason=reason, by_auto=by_auto
-        )
-
+    if name == AUTO:
+        faults = {plugin: fault for (place, plugin), fault in passed_over.items() if place == point.name}
+        return _most_preferred(point, registry, question, faults)
     cls: Any
     if point.pairs and "," in name:
         cls, provenance = load_pair(point, registry, name)
-        choice = chosen(name, provenance, "asked for by name")
-    elif name != AUTO:
-        registration = registry.get(name)
-        choice = chosen(name, registration.plugin.provenance, "asked for by name")
-        cls = guarded(registration.load(), str(choice), STARTUP_CALLS[point.name])
+        choice = _choice(point, name, provenance, "asked for by name")
     else:
-        refusals: dict[str, list[str]] = {}
-        for candidate in registry.candidates():
-            fault = passed_over.get((point.name, candidate.name))
-            if fault is not None:
-                refusals.setdefault(f"is passed over: {fault}", []).append(candidate.name)
-                continue
-            try:
-                cls = guarded(candidate.load(), str(candidate), STARTUP_CALLS[point.name])
-                refusal = ask(cls, question)
-            except EngineError as error:
-                refusal = str(error)
-            if refusal is None:
-                reason = "; ".join(["auto: the most preferred that does not refuse", *_sentences(refusals)])
-                return cls, chosen(candidate.name, candidate.plugin.provenance, reason, by_auto=True)
-            refusals.setdefault(f"refuses: {refusal}", []).append(candidate.name)
-        reasons = [*_sentences(refusals), *map(str, registry.failures)] or ["auto has no candidate"]
-        raise PluginError(
-            f"no {point.section} plugin serves this: {'; '.join(reasons)}; name one yourself as {point.section}.name "
-            f"(installed: {', '.join(registry.names()) or 'nothing'}) or install one that does"
-        )
-    refusal = ask(cls, question)
-    if refusal:
-        raise PluginError(f"{choice} refuses: {refusal}")
+        registration = registry.get(name)
+        choice = _choice(point, name, registration.plugin.provenance, "asked for by name")
+        cls = guarded(registration.load(), str(choice), STARTUP_CALLS[point.name])
+    _raise_refusal(cls, choice, question)
     return cls, choice
+
+
+def _most_preferred(
+    point: ExtensionPoint, registry: Registry[Any], question: Question, passed_over: Mapping[str, str]
+) -> tuple[Any, ChosenPlugin]:
+    """The choice of auto: the most preferred plugin that can be loaded and does not refuse. Raises PluginError.
+
+    passed_over: name -> why auto does not take this plugin, a sentence.
+    """
+    refusals: dict[str, list[str]] = {}
+    for candidate in registry.candidates():
+        fault = passed_over.get(candidate.name)
+        if fault is not None:
+            refusals.setdefault(f"is passed over: {fault}", []).append(candidate.name)
+            continue
+        try:
+            cls = guarded(candidate.load(), str(candidate), STARTUP_CALLS[point.name])
+            refusal = ask(cls, question)
+        except EngineError as error:
+            refusal = str(error)
+        if refusal is None:
+            reason = "; ".join(["auto: the most preferred that does not refuse", *_sentences(refusals)])
+            return cls, _choice(point, candidate.name, candidate.plugin.provenance, reason, by_auto=True)
+        refusals.setdefault(f"refuses: {refusal}", []).append(candidate.name)
+    reasons = [*_sentences(refusals), *map(str, registry.failures)] or ["auto has no candidate"]
+    raise PluginError(
+        f"no {point.section} plugin serves this: {'; '.join(reasons)}; name one yourself as {point.section}.name "
+        f"(installed: {', '.join(registry.names()) or 'nothing'}) or install one that does"
+    )
+
+
+def _choice(point: ExtensionPoint, name: str, provenance: str, reason: str, *, by_auto: bool = False) -> ChosenPlugin:
+    return ChosenPlugin(extension_point=point.name, name=name, provenance=provenance, reason=reason, by_auto=by_auto)
+
+
+def _raise_refusal(cls: type | AttentionPair, choice: ChosenPlugin, question: Question) -> None:
+    """Raise PluginError if a plugin that was named or passed in refuses."""
+    refusal = ask(cls, question)
+    if refusal is not None:
+        raise PluginError(f"{choice} refuses: {refusal}")
 
 
 def _sentences(refusals: Mapping[str, Sequence[str]]) -> list[str]:
@@ -130,13 +153,15 @@ def _sentences(refusals: Mapping[str, Sequence[str]]) -> list[str]:
 
 def options_of(config: EngineConfig, cls: type | AttentionPair, choice: ChosenPlugin) -> Any:
     """The options of the chosen plugin, as an instance of its options_class. Raises ConfigError."""
-    [section] = [point.section for point in EXTENSION_POINTS if point.name == choice.extension_point]
     with blame(str(choice), "its options_class"):
-        return structured(config, section, cls, f"{choice}: {section}.options")
+        return structured(config, choice.section, cls, f"{choice}: {choice.section}.options")
 
 
 def structured(config: EngineConfig, section: str, cls: Any, where: str) -> Any:
-    """The options of a section, as an instance of the plugin's options_class. Raises ConfigError."""
+    """The options of a section, as an instance of the plugin's options_class. Raises ConfigError.
+
+    where: the plugin and its section, as errors name them.
+    """
     options, options_class = getattr(config, section).options, getattr(cls, "options_class", None)
     return structure_options(options, options_class, where, option_places(config, section))
 
@@ -169,13 +194,9 @@ def _passed_in(point: ExtensionPoint, override: object, question: Question) -> t
     point.check(cls, what)
     if override is not cls and point.section != "scheduler":
         raise PluginError(f"{what} is an instance of {cls.__qualname__}; pass the class, the engine makes the instance")
-    choice = ChosenPlugin(
-        extension_point=point.name, name=cls.__qualname__, provenance=OBJECT, reason="passed in from Python"
-    )
+    choice = _choice(point, cls.__qualname__, OBJECT, "passed in from Python")
     kind = guarded(cls, str(choice), STARTUP_CALLS[point.name])
-    refusal = ask(kind, question)
-    if refusal:
-        raise PluginError(f"{choice} refuses: {refusal}")
+    _raise_refusal(kind, choice, question)
     return kind if override is cls else override, choice
 
 
