@@ -1,4 +1,4 @@
-"""Random shapes next to near ones of round sizes that a full search has tuned: does a rule or a class of rows miss?
+"""Compare random shapes with near round ones that a full search has tuned: where does the engine choose badly?
 
     python benchmarks/near_sweep.py [--seed 0] [--cases 30] [--only KIND ...] [--part 1/2] [--control]
         [--limit SECONDS] [--json FILE]
@@ -6,18 +6,20 @@
 The cases are those of shape_sweep.py with the same seed, and the engine chooses their kernels as for a user: by a rule,
 or by autotuning as at a first start. A case lies between two neighbours, whose sizes are rounded down and up to
 multiples of an eighth of a power of two (sweep_near.py). The kernel of a neighbour is the fastest of every candidate
-that the engine has (sweep_search.py), timed at the neighbour's very shape and number of rows. The predicted time is on
-the line between the times of both, by their floors; a case passes at MAX_RATIO. --control draws the nearest round shape
-instead of the random one and tunes it by the same search, so what misses there is the error of the prediction.
+that the engine has (sweep_search.py), timed at the neighbour's very shape and number of rows. The time of the case is
+predicted by its floor, on the line through the floors and times of both; a case passes at MAX_RATIO times the predicted
+time. --control draws the nearest round shape instead of the random one and tunes it by the same search, so that a case
+that does not pass shows the error of the prediction.
 
 - Quantized layers of up to 8 rows are measured as the decoder block that they were drawn from: four linear layers and
   two norms in sequence (quant_chain.py). Alone they take longer or less than between other layers. A neighbour's block
   is tuned layer by layer, by the time of the whole block (sweep_blocks.py).
-- Decode attention has one launch for all contexts, as in a captured graph. A neighbour's is the fastest in the
-  geometric mean over short, medium and long contexts (sweep_search_attention.py), and timed with those of the case.
+- Decode attention has one launch for all contexts, as in a captured graph. A neighbour's launch is the one with the
+  least geometric mean of the times with short, medium and long contexts (sweep_search_attention.py). It is timed with
+  the contexts of the case.
 
-The regret of a case is its time over that of the fastest candidate for its own shape, by the same search. Kernels are
-compiled in processes, all at the beginning.
+The regret of a case is its time divided by that of the fastest candidate for its own shape, by the same search. All
+kernels are compiled at the beginning, in other processes.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ class LinearKind:
         return (self._near if near else self._cases).error(case)
 
     def choices(self, case: LinearCase) -> Mapping[str, float]:
-        """Seconds by each candidate for the case's shape, the one in use first."""
+        """Name of a candidate for the case's shape -> seconds, the one in use first."""
         search = case_search(self._cases, case)
         if search is None:
             return {}
@@ -210,8 +212,18 @@ def show_choices(result: Result) -> str:
 def parse() -> argparse.Namespace:
     """The arguments."""
     parser = make_parser(__doc__, "round shapes, each next to other round ones")
-    parser.add_argument("--part", default="1/1", metavar="I/N", help="of the drawn cases, every Nth from the Ith on")
+    parser.add_argument(
+        "--part", type=_part, default=(1, 1), metavar="I/N", help="of the drawn cases, every Nth from the Ith on"
+    )
     return parser.parse_args()
+
+
+def _part(text: str) -> tuple[int, int]:
+    """I/N as two numbers. Raises argparse.ArgumentTypeError unless I is from 1 to N."""
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part; give I/N with I from 1 to N, like 1/2")
+    return int(part), int(parts)
 
 
 @torch.inference_mode()
@@ -224,7 +236,7 @@ def main() -> None:
     if not options.small:
         SHARED.begin()
     space = SMALL if options.small else Space()
-    part, parts = map(int, options.part.split("/"))
+    part, parts = options.part
     drawn = draw(options.seed, options.cases, space)[part - 1 :: parts]
     cases = [measured_case(case) for case in drawn if case.kind in options.only]
     if options.control:
@@ -235,7 +247,7 @@ def main() -> None:
     settings: dict[str, Any] = {
         "seed": options.seed,
         "cases": options.cases,
-        "part": options.part,
+        "part": f"{part}/{parts}",
         "ceilings": str(limits),
         "control": options.control,
     }

@@ -80,7 +80,7 @@ class Result:
     near_seconds: Sequence[float]
     """Of each neighbour."""
     fixed_seconds: float | None = None
-    """Of a case with next to no work, if one neighbour is not enough for a prediction."""
+    """Of a case with next to no work, which the prediction from a single neighbour needs. None: not measured."""
     error: float
     choices: Mapping[str, float]
     """Times by each outcome of the rule that chose the kernel, the chosen first. Empty: the choice was measured."""
@@ -260,7 +260,7 @@ def show(results: Sequence[Result]) -> None:
 
 
 def make_parser(description: str | None, control: str) -> argparse.ArgumentParser:
-    """The arguments of both sweeps. control: what --control draws."""
+    """A parser of the arguments that shape_sweep.py and near_sweep.py share. control: help text of --control."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=30, metavar="N")
@@ -275,7 +275,8 @@ def make_parser(description: str | None, control: str) -> argparse.ArgumentParse
 
 
 def find_device(*, small: bool) -> torch.device:
-    """The GPU. small: a CPU with a number, for which the engine chooses kernels for GPUs; the interpreter runs them."""
+    """The first GPU. With `small`, a CPU that has a number, so that the engine chooses the kernels of a GPU, which the
+    interpreter runs."""
     return torch.device("cpu" if small else "cuda", 0)
 
 

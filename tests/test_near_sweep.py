@@ -165,6 +165,14 @@ def test_searched_layer_multiplies_its_rows_by_the_fastest_candidate(
         assert sweep.error(case) < 0.01
 
 
+@pytest.mark.parametrize("part", ["0/2", "3/2", "-1/2", "1", "a/b"])
+def test_a_part_outside_the_number_of_parts_is_refused(part: str) -> None:
+    command = [sys.executable, str(SCRIPTS / "near_sweep.py"), f"--part={part}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"argument --part: '{part}' is not a part; give I/N with I from 1 to N" in done.stderr
+
+
 def test_cases_run_and_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = [sys.executable, str(SCRIPTS / "near_sweep.py"), "--small", "--bandwidth=0.02", "--matmul=0.1"]
