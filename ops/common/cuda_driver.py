@@ -1,4 +1,4 @@
-"""The CUDA driver's library, whose functions torch has only in part. Imports neither torch nor Triton."""
+"""Opens the CUDA driver's library, of which torch offers only some functions. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ LIBRARY = "libcuda.so.1"
 
 
 def open_driver() -> ctypes.CDLL:
-    """The library, as an object of the caller's own: argument types that are set on its functions are set on no others.
+    """Open the library. Each call returns an object of its own, so that argument types which a caller sets on its
+    functions do not affect other callers.
 
-    Raises OSError where there is no CUDA driver. A function that the driver is too old for raises AttributeError.
+    Raises OSError where there is no CUDA driver. Access to a function that the driver is too old for raises
+    AttributeError.
     """
     return ctypes.CDLL(LIBRARY)

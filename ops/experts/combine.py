@@ -17,7 +17,7 @@ def _combine_kernel(out, results, experts, weights, size, TOP_K: tl.constexpr, B
     release(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # The routing may be read before `wait`, as the experts' kernels waited for it: see ops/common/launch.py.
+    # The routing may be read before `wait`: the kernels of the experts have waited for it (see ops/common/launch.py).
     experts += token * TOP_K
     weights += token * TOP_K
     chosen = (tl.load(experts) >= 0,)

@@ -1,6 +1,6 @@
-"""The experts of a layer on a GPU: sort, two grouped GEMMs with the activation between, weighted sum.
+"""The experts of a layer on a GPU: sort of the pairs, two grouped GEMMs with the activation between, weighted sum.
 
-Few tokens have kernels of their own (few_tokens.py; one_token.py on GPUs without them).
+Few tokens are computed by other kernels: those of few_tokens.py, or where these are not used, of one_token.py.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ def experts_mlp(
 
     x: [tokens, hidden], contiguous; experts, factors: [tokens, top_k]; an expert of -1 counts for nothing. quantized:
     the dtype to which activations are quantized, that of the weights, with scales per row or per block as the weights.
-    few_tokens: tiles of the kernels for few tokens, which compute x then; they use no other tile and quantize nothing.
-    compile_only: compile the grouped GEMMs without a launch. A single token is computed by kernels of its own if they
-    read this kind of weights; they use no tile and quantize nothing, either.
+    few_tokens: tiles of the kernels for few tokens (few_tokens_launch.py), which then compute all of x; None: other
+    kernels do. compile_only: compile the grouped GEMMs without a launch. Without few_tokens, a single token is computed
+    by kernels for one token if they read this format of weights (is_of_one_token). The kernels for few tokens and for
+    one token use neither `tile` nor `quantized`.
     """
     if few_tokens is not None and not compile_only:
         return experts_of_few_tokens(

@@ -1,16 +1,16 @@
-"""The experts of up to 8 tokens in Gluon, on Hopper: two kernels, where the time is that of reading the weights.
+"""Two Gluon kernels for the experts of up to 8 tokens on Hopper, whose time is that of reading the weights.
 
-Both multiply as the linear layers of few rows do (ops/gemm/w4a16_few_rows.py): a thread's 16 bytes of a row of W and
-what it loads of a row of x are its operands of mma.sync, so that no data moves between threads, and warps do not wait
-for each other until their sums are added.
+Both multiply as the kernels for linear layers of few rows (ops/gemm/w4a16_few_rows.py): the 16 bytes that a thread
+loads of a row of W, and what it loads of a row of x, are its own operands of mma.sync, so that no data moves between
+threads. Warps do not wait for each other until their sums are added.
 
 The first kernel computes gate, up and activation: a program multiplies some rows of W of one expert by the tokens that
-chose this expert. The second one computes some outputs of all experts: its warps divide the experts, or the inputs of
-an expert, and add their products times the factors of the routing in a fixed order. It loads its first weights while
-the first kernel ends.
+chose this expert. The second kernel computes the outputs: a program computes some of them for all experts. Its warps
+divide the experts among them, or also the inputs of an expert, and add the products times the factors of the routing
+in a fixed order. It loads its first weights while the first kernel ends.
 
-An expert that several tokens chose is computed in the place of the first pair (token, slot) that has it, for all of
-them. No pairs are sorted.
+Pairs (token, slot) are not sorted. An expert that several tokens chose is computed once, for all of them, by the
+program (in the second kernel: by the warps) of the first pair that has this expert.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from engine.ops.gemm.skinny import GATED
 
 @gluon.jit
 def _slots(experts, expert, m, tokens, TOP_K: gl.constexpr):
-    """The slot in which each token m chose an expert; -1: in none."""
+    """The slot in which each token m chose an expert; -1 where it did not choose this expert."""
     found = m * 0 - 1 + expert * 0
     for slot in gl.static_range(TOP_K):
         chosen = gl.load(experts + m * TOP_K + slot, mask=m < tokens, other=-1)
@@ -72,15 +72,16 @@ def experts_gate_up_kernel(
     AHEAD: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """act(gate) * up: out [tokens * TOP_K, outputs]. Grid: (tiles of W's rows, tokens * TOP_K).
+    """out [tokens * TOP_K, outputs] = act(gate) * up. Grid: (tiles of W's rows, tokens * TOP_K).
 
-    x: [tokens, inputs / 2] int32, pairs of numbers of out's dtype. experts: [tokens, TOP_K]. values, of matrices with
-    2 * outputs rows: [experts, rows, row_words] int32, or of 4 bits [experts, blocks, rows, HALF]. scales: float32, per
-    row, or per SCALE_ROWS rows and 128 inputs if those are not 0; of 4 bits int32, [experts, blocks, rows].
-    matrix_factors: [experts], of KIND FP4.
+    x: [tokens, inputs / 2] int32, pairs of numbers of out's dtype. experts: [tokens, TOP_K] int32; -1: none. values:
+    int32, the words of W, which has 2 * outputs rows per expert: [experts, rows, row_words]; in 4 bits
+    [experts, blocks, rows, HALF]. scales: float32, [experts, rows], or with SCALE_ROWS > 0 one per SCALE_ROWS rows and
+    128 inputs; in 4 bits int32, [experts, blocks, rows]. matrix_factors: [experts] float32, read for KIND FP4 only.
+    bias: [experts, rows], read with BIAS only.
 
-    TILE: rows of W, a multiple of 16. AHEAD: blocks of a warp that are loaded before the first is multiplied. ONE:
-    there is one token.
+    TILE: rows of W per program, a multiple of 16. AHEAD: blocks that each warp loads before it multiplies the first.
+    ONE: whether there is one token.
     """
     WARPS: gl.constexpr = gl.num_warps()
     DTYPE: gl.constexpr = out.dtype.element_ty
@@ -199,7 +200,7 @@ def _load_expert(experts, pair, tokens, TOP_K: gl.constexpr):
 
 @gluon.jit
 def _of_entries(expert, KIND: gl.constexpr, LAYOUT: gl.constexpr):
-    """The expert of each warp, [warps], with the dimensions of what `load_entry` returns."""
+    """The expert of each warp, [warps], with as many dimensions as the result of `load_entry`."""
     found = gl.expand_dims(gl.convert_layout(expert, LAYOUT, assert_trivial=True), 1)
     if KIND >= FP4:
         found = gl.expand_dims(found, 2)
@@ -231,11 +232,12 @@ def experts_down_kernel(
     K_WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """out [tokens, outputs] = the sum of each token's experts' outputs times their factors. Grid: tiles of W's rows.
+    """out [tokens, outputs] = the sum of each token's experts' outputs times their factors. Grid: (tiles of W's rows,).
 
-    x: [tokens * TOP_K, inputs / 2] int32. factors: [tokens, TOP_K] float32. K_WARPS: warps that divide the inputs of an
-    expert; the others divide the experts, in rounds. The rest as of experts_gate_up_kernel, of matrices with `outputs`
-    rows.
+    x: [tokens * TOP_K, inputs / 2] int32, what experts_gate_up_kernel wrote. factors: [tokens, TOP_K] float32. K_WARPS:
+    warps that divide the inputs of one expert. There are num_warps / K_WARPS such groups of warps, each of which
+    computes one expert at a time, in rounds. The other arguments are as in experts_gate_up_kernel, for a W with
+    `outputs` rows per expert.
     """
     WARPS: gl.constexpr = gl.num_warps()
     DTYPE: gl.constexpr = out.dtype.element_ty
@@ -330,7 +332,7 @@ def experts_down_kernel(
         next_e = _of_entries(gl.where(next_valid, next_expert, -1), KIND, E_E)
         next_rows = gl.expand_dims((m * TOP_K + next_slot) * (inputs // 2), 1)
         next_present = gl.expand_dims((next_slot >= 0) & gl.expand_dims(next_valid, 1), 1)
-        # The factors of this one
+        # The factors of this round
         t_expert = gl.convert_layout(gl.where(valid, expert, -1), E_T, assert_trivial=True)
         t_pair = gl.convert_layout(pair, E_T, assert_trivial=True)
         if ONE:

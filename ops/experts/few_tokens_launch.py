@@ -18,17 +18,19 @@ if TYPE_CHECKING:
     from engine.ops.experts.tiles import ExpertsShape
 
 MAX_TOKENS = COLUMNS.value
+"""Maximum number of tokens that the kernels can compute."""
 MAX_TOKENS_OF_4_BITS = 1
-"""Tokens up to which these kernels are the fastest for 4-bit weights."""
+"""Maximum number of tokens for which these kernels are the fastest with 4-bit weights."""
 MAX_TOKENS_OF_CHANNELS = 2
-"""The same for float8 weights with a scale per output."""
+"""The same with float8 weights that have a scale per output."""
 GROUP_OF_INT4 = 128
+"""Inputs per group of int4 weights: no others have run on a GPU."""
 SCALE_ROWS = 128
-"""Formats that have run: int4 in groups of GROUP_OF_INT4, blocks of SCALE_ROWS rows."""
+"""Rows per block of float8 weights with scales of blocks: no others have run on a GPU."""
 MIN_LARGE = 4
-"""Programs per multiprocessor from which on 4-bit gate and up have tiles of 32 rows."""
+"""Minimum programs per multiprocessor for tiles of 32 rows, of 4-bit gate and up."""
 MANY_PAIRS = 16
-"""With more pairs of a token and an expert than this, programs of the float8 down projection have 16 warps."""
+"""With more pairs of a token and an expert, programs of the float8 down projection have 16 warps instead of 8."""
 REGISTERS = 65536
 """Registers of a multiprocessor."""
 MAX_REGISTERS = 255
@@ -37,17 +39,19 @@ MAX_REGISTERS = 255
 
 @frozen(kw_only=True)
 class FewTokensTile:
-    """A program's share of a matrix."""
+    """The rows of W that a program multiplies, and how."""
 
     rows: int
-    """Rows of W, a multiple of 16; of gate and up half each."""
+    """Rows of W, a multiple of 16; for gate and up half of them each."""
     warps: int
+    """Warps per program."""
     ahead: int
-    """Blocks of each warp that are loaded before the first is multiplied."""
+    """Blocks that each warp loads before it multiplies the first."""
     programs: int
-    """Programs per multiprocessor, for which there are registers."""
+    """Programs per multiprocessor for which there are registers."""
     k_warps: int = 1
-    """Of the down projection: warps that divide the inputs of an expert; the others divide the experts."""
+    """Of the down projection: warps that divide the inputs of one expert. Groups of that many warps divide the
+    experts."""
 
     @property
     def registers(self) -> int:
@@ -64,17 +68,17 @@ class FewTokensTiles:
 
 
 def kind_of(form: WeightFormat) -> str | None:
-    """The kernels' name of a format; None: they do not read it."""
+    """The name in KINDS of a format of weights; None if the kernels cannot read the format."""
     if form.kind in ("channel", "block"):
         return "float8" if form.dtype == "float8_e4m3fn" else None
     return form.kind
 
 
 def suits_few_tokens(shape: ExpertsShape, tokens: int) -> bool:
-    """Whether the kernels compute this many tokens of a shape, on its GPU, and are the fastest.
+    """Whether the kernels can compute this many tokens of a shape on its GPU, and are the fastest that can.
 
-    Serves what has run on a GPU: whole experts in bfloat16, with a pair of a token and an expert for each group of
-    warps of the down projection.
+    Only what has run on a GPU is accepted: activations in bfloat16, all experts on one rank, and at least one pair of
+    a token and an expert per group of warps of the down projection.
     """
     form, kind = shape.format, kind_of(shape.format)
     if not shape.wgmma or kind is None or shape.dtype != "bfloat16" or shape.rank_experts != shape.num_experts:
@@ -96,9 +100,9 @@ def suits_few_tokens(shape: ExpertsShape, tokens: int) -> bool:
 
 
 def few_tokens_tiles(shape: ExpertsShape, tokens: int, sms: int) -> FewTokensTiles:
-    """The tiles for a shape that `suits_few_tokens`, on a GPU with this many multiprocessors.
+    """The tiles of both kernels, for a shape and number of tokens that `suits_few_tokens` accepts.
 
-    The fastest, or nearly, with the experts of Qwen3-30B-A3B and gpt-oss-20b on an H200.
+    sms: multiprocessors of the GPU. Chosen by times of the experts of Qwen3-30B-A3B and gpt-oss-20b on an H200.
     """
     pairs = tokens * shape.top_k
     if shape.format.is_4bit:
@@ -131,8 +135,10 @@ def experts_of_few_tokens(
 ) -> torch.Tensor:
     """The sum of each token's experts, times their factors: [tokens, hidden], in x's dtype.
 
-    x: [tokens, hidden], contiguous, at most MAX_TOKENS; experts: [tokens, top_k] int32, -1 counts for nothing; factors:
-    [tokens, top_k] float32. gate_up: [experts, 2 * intermediate, hidden], down: [experts, hidden, intermediate].
+    x: [tokens, hidden] bfloat16, contiguous, with at most MAX_TOKENS tokens. experts: [tokens, top_k] int32; -1 adds
+    nothing. factors: [tokens, top_k] float32. gate_up: [experts, 2 * intermediate, hidden], gates first; down:
+    [experts, hidden, intermediate]. gate_up_bias: [experts, 2 * intermediate]; down_bias:
+    [experts, hidden]. activation: one of ACTIVATIONS.
     """
     top_k = experts.shape[1]
     hidden = x.new_empty((len(x) * top_k, gate_up.outputs // 2))
@@ -165,7 +171,7 @@ def experts_of_few_tokens(
 
 
 def _operands(weight: StackedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """values, scales, factors and bias; another tensor stands in for one that does not exist, and is not read."""
+    """values, scales, factors and bias. One that does not exist is replaced by another tensor, which is not read."""
     values = weight.values.view(torch.int32)
     scales = values if weight.scales is None else weight.scales
     factors = scales if weight.factors is None else weight.factors
@@ -173,7 +179,7 @@ def _operands(weight: StackedWeight, bias: torch.Tensor | None, out: torch.Tenso
 
 
 def _sizes(weight: StackedWeight, x: torch.Tensor) -> tuple[int, int, int]:
-    """inputs, row_words, blocks."""
+    """The kernels' arguments inputs, row_words and blocks."""
     inputs = x.shape[1]
     if weight.format.is_4bit:
         return inputs, 0, weight.values.shape[1]

@@ -1,8 +1,8 @@
-"""Loads and products of the kernels for the experts of few tokens, by format of the weights.
+"""Loads and products of the kernels for the experts of few tokens (few_tokens.py), by format of the weights.
 
-A warp multiplies a block at a time: WORDS_PER_BLOCK words of 32 bits of each of some rows of W, by mma.sync from
-registers, as the linear layers of few rows do (ops/gemm/few_rows.py). The order of the inputs within a block is
-permuted alike for W and x, such that a thread's 16 bytes of a row of W are its operands.
+A warp multiplies one block at a time: WORDS_PER_BLOCK words of 32 bits of each row of W in its tile. It uses mma.sync
+with operands in registers, as the kernels for linear layers of few rows (ops/gemm/few_rows.py). The inputs within a
+block are permuted, in W and x alike, such that the 16 bytes that a thread loads of a row of W are its operands.
 
 Weights of 8 bits are in the order of the matrix; pairs of them are converted as in ops/gemm/w8a16_few_rows.py. Those of
 4 bits are packed (ops/experts/pack.py) and unpacked as in ops/experts/unpack.py: scaled, and rounded once.
@@ -25,7 +25,7 @@ KINDS = {"plain": PLAIN, "float8": FLOAT8, "fp4": FP4, "int4": INT4}
 WORDS_PER_BLOCK = gl.constexpr(32)
 """Words of 32 bits of a row of W that a warp loads at a time: 64, 128 or 256 inputs of 16, 8 or 4 bits."""
 HALF = gl.constexpr(16)
-"""Words of a block of ops/experts/pack.py."""
+"""Words per row of a block of ops/experts/pack.py, of which two are a block here."""
 
 
 @gluon.constexpr_function
@@ -36,7 +36,7 @@ def pairs_per_block(kind):
 
 @gluon.constexpr_function
 def x_fields(kind):
-    """Tensors in which the inputs of a block are loaded."""
+    """Number of tensors in which the inputs of a block are loaded: one per field of a word of 4-bit weights."""
     return 4 if kind >= 2 else 1
 
 
@@ -70,7 +70,7 @@ def _wide_right(pairs, RIGHT: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _halves(entry, words):
-    """Numbers of halves of blocks, [warps, rows, 2], for each of the words."""
+    """Repeat a number per half of a block, entry: [warps, rows, 2], for each word of the half: the shape of `words`."""
     shape: gl.constexpr = [words.shape[0], words.shape[1], 2, HALF]
     spread = gl.expand_dims(entry, 3) + gl.zeros_like(gl.reshape(words, shape))
     LAYOUT: gl.constexpr = words.type.layout
@@ -79,8 +79,8 @@ def _halves(entry, words):
 
 @gluon.jit
 def _field_as_left(words, entry, FIELD: gl.constexpr, KIND: gl.constexpr, LEFT: gl.constexpr, DTYPE: gl.constexpr):
-    """A field of 4-bit weights, scaled, as the left operand. words: [warps, rows, WORDS_PER_BLOCK] int32; entry: of
-    the scales, [warps, rows, 2], for the two blocks of ops/experts/pack.py."""
+    """A field of 4-bit weights, scaled, as the left operand. words: [warps, rows, WORDS_PER_BLOCK] int32. entry:
+    [warps, rows, 2] int32, the scales of the two blocks of ops/experts/pack.py."""
     if KIND == FP4:
         FP4_SCALE: gl.constexpr = fp4_scale_code(FIELD)
         scale = gl.inline_asm_elementwise(
@@ -122,7 +122,10 @@ def add_products(
     RIGHT: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """total + w x^T of a block per warp: [warps, rows, COLUMNS]."""
+    """total + W x^T over one block per warp: [warps, rows, COLUMNS] float32.
+
+    words, entry, inputs: what load_words, load_entry and load_inputs return.
+    """
     if KIND == PLAIN:
         total = mma_v2(left_of(words, 1, LEFT, DTYPE), right_of(inputs[0], 1, RIGHT, DTYPE), total)
     elif KIND >= FP4:
@@ -141,7 +144,7 @@ def add_products(
 
 @gluon.jit
 def word_offsets(row, k, weight_rows, row_words, KIND: gl.constexpr):
-    """The places of a block's words in the matrix of an expert, for block 0."""
+    """Where the words of block 0 are in the matrix of an expert, in words. row: [1, rows, 1]; k: [1, 1, words]."""
     offsets = row * row_words + k
     if KIND >= FP4:
         offsets = (k // HALF) * (weight_rows * HALF) + row * HALF + k % HALF
@@ -150,7 +153,8 @@ def word_offsets(row, k, weight_rows, row_words, KIND: gl.constexpr):
 
 @gluon.jit
 def load_words(places, base, block, k, weight_rows, row_words, blocks, valid, KIND: gl.constexpr):
-    """A block of W per warp; 0 beyond the last. places: pointers to block 0. base + block: its number."""
+    """The words of one block of W per warp, [warps, rows, WORDS_PER_BLOCK] int32; 0 beyond the last block and where
+    `valid` is false. places: pointers to the words of block 0. base + block: the number of each warp's block."""
     number = base + block
     if KIND >= FP4:
         inside = 2 * number + k // HALF < blocks
@@ -175,9 +179,12 @@ def load_entry(
     KIND: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
 ):
-    """What scales a block of W per warp: of 4 bits an entry of each half, [warps, rows, 2]; of float8 with SCALE_ROWS
-    the scales, [warps, rows]. matrix: number of the expert, int64."""
-    found = base  # not read
+    """The scales of one block of W per warp; 0 where load_words returns 0.
+
+    In 4 bits one entry per half of the block, [warps, rows, 2] int32; in float8 with SCALE_ROWS [warps, rows] float32.
+    Other formats have no scales per block: the result is not used. matrix: number of the expert, int64.
+    """
+    found = base  # not used
     if KIND >= FP4:
         number = 2 * (base + block) + half
         places = scales + matrix * (blocks.to(gl.int64) * weight_rows) + row
@@ -192,7 +199,8 @@ def load_entry(
 
 @gluon.jit
 def load_inputs(places, base, block, k, pairs, present, KIND: gl.constexpr):
-    """The inputs of a block per warp, as pairs in int32. places: pointers to the beginnings of rows of x."""
+    """The inputs of one block per warp as pairs in int32, a tuple of x_fields; 0 beyond the last input and where
+    `present` is false. places: pointers to the beginnings of rows of x. pairs: of inputs in a row of x."""
     found = ()
     for field in gl.static_range(x_fields(KIND)):
         if KIND >= FP4:

@@ -1,4 +1,4 @@
-"""Routing: scores of experts by a router's logits, the largest of each token, and their factors, in one kernel."""
+"""Routing in one kernel: scores of experts from a router's logits, each token's largest scores, and their factors."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _route_kernel(
     else:
         powers = tl.exp(logit - tl.max(tl.where(logit == logit, logit, -float("inf")), axis=0))
         scores = powers / tl.sum(powers, axis=0)
-    # Scores are not negative, so their bits are in their order; a warp finds the largest integer in one instruction. A
-    # NaN is chosen last, and stays NaN.
+    # Scores are not negative, so their bits as integers have the same order, and a warp finds the largest integer in
+    # one instruction. A NaN is chosen like a score of 0, and its factor is NaN.
     bits = scores.to(tl.int32, bitcast=True)
     left = tl.where(present, tl.where(scores == scores, bits, 0), -1)
     slot = tl.arange(0, BLOCK_K)

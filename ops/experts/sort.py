@@ -3,11 +3,12 @@
 Numbers of tiles depend on the routing, which only the device knows. Grids have one program per tile of the worst case;
 the tiles that are not used come last and say so.
 
-Of few pairs, one program places the tiles; the others compare a few pairs each with all.
+Up to MAX_FEW pairs, one program places all tiles, and each of the others places FEW_PLACED pairs by comparing them with
+all pairs.
 
-Of more, a program places the pairs of one block. It needs how many pairs of each expert there are, and how many before
-its block. Up to MAX_COUNTED pairs, each program counts all of them; beyond, a preceding kernel counts those of each
-block.
+With more pairs, each program places the pairs of one block, and some tiles. It needs the number of pairs of each
+expert, in total and before its block. Up to MAX_COUNTED pairs, each program counts all of them; with more, a preceding
+kernel counts those of each block.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ COUNTED = 1024
 COMPARED = 32
 """Pairs of a block that are compared with the whole block at a time."""
 TILES = 32
-"""Tiles that a program places at a time; enough programs are launched that none places more, if some without pairs."""
+"""Maximum number of tiles that a program places. Enough programs are launched for that, some perhaps without pairs."""
 MAX_COUNTED = 8192
-"""Pairs up to which each program counts all of them."""
+"""Maximum number of pairs of which each program counts all."""
 MAX_FEW = 2048
-"""Pairs up to which each is compared with all."""
+"""Maximum number of pairs of which each is compared with all."""
 FEW_PLACED = 32
-"""Of few pairs: pairs that a program places."""
+"""Pairs that a program places where there are at most MAX_FEW."""
 FEW_COMPARED = 256
-"""Of few pairs: pairs that those are compared with at a time."""
+"""Pairs that these are compared with at a time."""
 MIN_BINS = 32
 """Minimum bins of a histogram, so that each thread of a warp has one."""
 
@@ -167,7 +168,10 @@ def _sort_few_kernel(
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As `_sort_kernel`: the first program places the tiles, the others PLACED pairs each. PAIRS: a power of two."""
+    """As `_sort_kernel`: the first program places all tiles, each of the others PLACED pairs.
+
+    Grid: (1 + groups of PLACED pairs,). PAIRS: a power of two, at least `pairs`.
+    """
     release(PDL)
     block = tl.program_id(0)
     wait(PDL)

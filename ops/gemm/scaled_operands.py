@@ -1,4 +1,4 @@
-"""What the W8A8 GEMMs multiply."""
+"""The operands of a W8A8 GEMM."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class ScaledOperands(NamedTuple):
 
     @property
     def scales_and_bias(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As arguments of a kernel. In place of no bias there are the scales of W, which the kernel does not read."""
+        """As arguments of a kernel. The scales of W stand in for a missing bias, which the kernel does not read."""
         return self.x_scale, self.scale, self.scale if self.bias is None else self.bias
 
     def memory_of_splits(self, workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor]:
-        """As arguments of a kernel: partial sums in the accumulator's dtype, and counters of programs."""
+        """As arguments of a kernel with split-K: partial sums in the accumulator's dtype, and counters of programs."""
         is_integer = self.x.dtype == torch.int8
         return workspace.partials.view(torch.int32) if is_integer else workspace.partials, workspace.arrivals

@@ -1,4 +1,4 @@
-"""The forms of a SkinnyLaunch: which kernel multiplies, what it is compiled for, and its arguments."""
+"""The forms of a SkinnyLaunch, one per kernel: what the kernel is compiled for, and its arguments."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MIN_COLUMNS = 16
 VECTOR_ROWS = (1, 2, 4)
 """Numbers of rows of x that the vector kernel is compiled for."""
 LARGE = 2**23
-"""Number of weights from which on the next kernel is released at the end: reading them takes some microseconds."""
+"""Minimum number of weights with which the next kernel is released at the end: reading them takes some microseconds."""
 FEW_ROWS_REGISTERS = {(4, 6): 168, (8, 4): 128, (4, 4): 128}
 """(warps, stages) of the candidates of the form few_rows, and their maximum registers per thread: those of three
 programs per multiprocessor, of two and of four."""
 
 
 class Form(ABC):
-    """What a SkinnyLaunch needs to know of its kernel: what it is compiled for, and its arguments."""
+    """A kernel of a SkinnyLaunch: what it is compiled for, and its arguments."""
 
     prefetches: ClassVar[bool] = True
     """Whether the kernel can prefetch W (SkinnyTile.ahead)."""
