@@ -44,8 +44,8 @@ MAX_ERROR_BYTES = 4096
 """Fits into a pipe that is not read yet."""
 MAX_PROCESSES = 32
 """Children at a time: each has some 100 MB of its own, and a start has about 100 kernels."""
-PLACE_BYTES = 7
-"""Of the place of a launcher's lock: a lock's place is less than 2^63."""
+OFFSET_BYTES = 7
+"""Bytes of the offset of a launcher's lock, which must be less than 2^63."""
 NICENESS = 5
 """The process that starts the engine goes first."""
 
@@ -58,9 +58,9 @@ class _Child:
     number: int
     """Number of the job."""
     errors: int
-    """File descriptor that the child writes its error to, and that ends with the child."""
+    """Read end of a pipe to which the child writes its error, and which closes when the child ends."""
     deadline: float
-    """When it is killed, as time.monotonic()."""
+    """When the child is killed, as time.monotonic()."""
 
 
 class Server:
@@ -166,7 +166,7 @@ class Server:
 
 
 def prepare() -> MakeLauncher | None:
-    """Do once what each child would do; returns what Job.run makes launchers with."""
+    """Import the kernels, once for all children. Returns what Job.run makes launchers with; None without a driver."""
     from triton.backends import backends
     from triton.runtime.cache import triton_key
     from triton.runtime.driver import driver
@@ -191,23 +191,24 @@ def prepare() -> MakeLauncher | None:
 
 
 def one_at_a_time(make_launcher: MakeLauncher) -> MakeLauncher:
-    """Make equal launchers one after another: the first runs the C compiler, and the others find its result on disk.
+    """Wrap make_launcher such that processes make equal launchers one after another.
 
-    Kernels of equal signatures have equal launchers, and children that compile such kernels often finish together.
+    The first runs the C compiler, the others find its result on disk. Kernels with equal signatures have equal
+    launchers, and children that compile such kernels often finish at the same time. Call it before they are forked.
     """
     import fcntl
 
     locks = os.memfd_create("launchers")
 
     def make(source: Any, metadata: Any) -> object:
-        # A lock of one byte per launcher: it is the process's, and ends with the process.
+        # Each launcher has one byte of a file, to lock. When a process ends, the kernel releases its locks.
         described = repr((list(source.signature.values()), getattr(metadata, "tensordesc_meta", None)))
-        place = int.from_bytes(sha256(described.encode()).digest()[:PLACE_BYTES])
-        fcntl.lockf(locks, fcntl.LOCK_EX, 1, place)
+        offset = int.from_bytes(sha256(described.encode()).digest()[:OFFSET_BYTES])
+        fcntl.lockf(locks, fcntl.LOCK_EX, 1, offset)
         try:
             return make_launcher(source, metadata)
         finally:
-            fcntl.lockf(locks, fcntl.LOCK_UN, 1, place)
+            fcntl.lockf(locks, fcntl.LOCK_UN, 1, offset)
 
     return make
 

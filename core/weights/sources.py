@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 ONE = (1,)
 """Shape of a TensorSpec of one number, which a checkpoint may store with any number of dimensions."""
 Owners = Callable[[], Mapping[str, str]]
-"""Returns how errors name the plugins that ask for tensors, by the tensor's name; the model asks for the others."""
+"""Returns the plugins that ask for tensors, as errors name them, by the tensor's name. MODEL asks for all others."""
 MODEL = "the model"
-"""How errors name what asks for a tensor that is no plugin's."""
+"""How errors name what asks for a tensor that no plugin asks for."""
 
 
 class WeightSource(ABC):
@@ -40,39 +40,48 @@ class WeightSource(ABC):
         return None
 
     def rename(self, former: Mapping[str, str]) -> None:  # noqa: B027  (a default)
-        """Let tensors be found whose names begin with a former prefix (`former`: prefix -> former prefix).
+        """Also find tensors by a former prefix of their names. Called before `check`.
 
-        Called before `check`. This default is for sources that have every name.
+        former: prefix -> former prefix. This default is for sources that have every name.
         """
 
     @abstractmethod
     def check(
         self, specs: Mapping[str, TensorSpec], ignored: Sequence[str], owners: Owners = dict
     ) -> Mapping[str, int]:
-        """Check, before any tensor is read, that the source has all of `specs` and else only names matching `ignored`.
+        """Check, before any tensor is read, that the source has all tensors of `specs` that are not optional.
 
-        Returns the bytes of each tensor, without absent optional ones. Raises CheckpointError if the check fails.
-        owners: called for such an error.
+        A tensor that is not in `specs` must match one of the patterns `ignored`. Returns the bytes of each whole tensor
+        of `specs`, without absent optional ones. Raises CheckpointError if the check fails. owners: called for the
+        text of such an error only.
         """
 
     def check_tied(self, tied: Mapping[str, str]) -> None:  # noqa: B027  (a default)
-        """Check that tensors which are not read equal those used instead (`tied`), where the source has both.
+        """Check that tied tensors are equal, where the source has both.
 
-        Raises CheckpointError if the check fails. This default is for sources that have no tensor twice.
+        tied: name of a tensor that is not read -> name of the one used instead. Raises CheckpointError if the check
+        fails. This default is for sources that have no tensor twice.
         """
 
     @abstractmethod
     def allocate(
         self, name: str, spec: TensorSpec, *, rank: int, ranks: int, device: str
     ) -> tuple[torch.Tensor, Iterable[ReadTask]]:
-        """Memory on the device for this rank's shard of a tensor, and the tasks that fill it. Called after `check`."""
+        """Allocate memory on the device for this rank's shard of a tensor. Called after `check`.
+
+        Returns the tensor, in the type that is stored, and the tasks that fill it. Raises CheckpointError if the ranks
+        do not divide the sharded dimension.
+        """
 
 
 class SafetensorsSource(WeightSource):
     """The safetensors files of a checkpoint: one file, or several with an index."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """Open the files and read their headers. Raises CheckpointError if a file is missing or damaged."""
+        """Open the files and read their headers.
+
+        Raises CheckpointError if a file is missing or damaged, and for weights in other formats.
+        """
         self._directory = checkpoint.path
         self._file_of = self._locate()
         self._prefixes = FormerPrefixes({}, ())
@@ -92,7 +101,7 @@ class SafetensorsSource(WeightSource):
     def check(
         self, specs: Mapping[str, TensorSpec], ignored: Sequence[str], owners: Owners = dict
     ) -> Mapping[str, int]:
-        """Check names, shapes and dtypes against the files' headers."""
+        """As WeightSource.check, by the files' headers; shapes and types, too."""
         stored = {name: self._in_file(stored_tensor(name, spec)) for name, spec in specs.items()}
         missing = {
             name: stored[name]
@@ -130,7 +139,7 @@ class SafetensorsSource(WeightSource):
         }
 
     def check_tied(self, tied: Mapping[str, str]) -> None:
-        """Compares the stored bytes."""
+        """As WeightSource.check_tied, by the stored bytes."""
         for pair in tied.items():
             name, used = map(self._in_file, pair)
             if name not in self._file_of or used not in self._file_of:
@@ -164,7 +173,7 @@ class SafetensorsSource(WeightSource):
         return tensor, file.read_tasks(name, dim, index, tensor, spec.shard_parts)
 
     def _in_file(self, name: str) -> str:
-        """The name of a tensor in its file. name: that, or the name by which the model asks for it."""
+        """The name of a tensor in its file. name: the same, or the one by which the model asks for the tensor."""
         return name if name in self._file_of else self._prefixes.stored(name)
 
     def _locate(self) -> dict[str, str]:
@@ -208,7 +217,7 @@ class SafetensorsSource(WeightSource):
         return file_of
 
     def _check(self, name: str, in_file: str, spec: TensorSpec, owners: Owners) -> int:
-        """The bytes of a tensor. Raises CheckpointError if its shape or type is unexpected. in_file: its name there."""
+        """The bytes of a tensor, which its file has as `in_file`. Raises CheckpointError for a wrong shape or type."""
         stored = self._files[self._file_of[in_file]].tensors[in_file]
         shape, dtype = stored.shape, stored.dtype
         expected = _stored_shape(spec)
@@ -260,12 +269,15 @@ class DummySource(WeightSource):
 
 
 def weight_source(checkpoint: Checkpoint, settings: ModelConfig) -> WeightSource:
-    """Where the weights of a checkpoint come from. Raises CheckpointError if a file is missing or damaged."""
+    """The source of a checkpoint's weights. Raises CheckpointError if a file is missing or damaged.
+
+    settings: load_format "dummy" takes random weights, by its seed, and reads no file.
+    """
     return DummySource(settings.seed) if settings.load_format == "dummy" else SafetensorsSource(checkpoint)
 
 
 def _stored_shape(spec: TensorSpec) -> tuple[int, ...]:
-    """The shape of the tensor that has this one in the checkpoint."""
+    """The shape of the tensor in the checkpoint that contains the tensor of a spec."""
     if spec.stored_in is None or spec.shard_dim is None:
         return spec.shape
     shape = list(spec.shape)
@@ -289,9 +301,9 @@ def _random_tensor(
 
 
 def shard_range(name: str, spec: TensorSpec, size: int, rank: int, ranks: int) -> range:
-    """This rank's range of each part of a sharded dimension of that size.
+    """This rank's range of indices within each part of the sharded dimension, whose size is `size`.
 
-    Raises CheckpointError if ranks do not divide it.
+    name: the tensor, as an error names it. Raises CheckpointError if the ranks do not divide the dimension.
     """
     if spec.shard_size is not None:
         return range(min(rank * spec.shard_size, size), min((rank + 1) * spec.shard_size, size))
