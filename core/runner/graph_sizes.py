@@ -19,7 +19,7 @@ next to prompts has launches of its own, short prompts take the device less time
 the time of the host varies by a factor of 1.5 from minute to minute."""
 PLANNING_SECONDS = 0.6e-6
 """Host's time per token of a full step for all that is not launching: scheduling, building the batch, sampling and
-committing 64 prompts of 128 tokens took 5 ms (docs/optimizations.md)."""
+committing 64 prompts of 128 tokens took 5 ms (docs/optimizations-steps.md)."""
 
 
 def batch_sizes(max_running: int) -> list[int]:

@@ -48,7 +48,7 @@ TIMES = {
     _tile(256, 128, 8, 3): WaveTime(2.48, 0.721, 0.136, 1.95),
 }
 """Least squares of the relative error over 28 weights and 18 numbers of rows from 288 to 3072, fp8 and int8, on an H200
-(docs/optimizations.md): 3 to 7 % on average. The choice depends on their ratios only."""
+(docs/optimizations-linear-batches.md): 3 to 7 % on average. The choice depends on their ratios only."""
 SIZES = {(tile.rows, tile.outputs): tile for tile in TIMES}
 LIBRARY_TILES = (SQUARE_TILE, LARGE_TILE)
 """Torch's float8 kernel has the waves of these tiles, mostly of the faster one."""
