@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -78,7 +79,8 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
         self, x: torch.Tensor, routing: Routing, weights: Mapping[str, torch.Tensor], bias: ExpertsBias | None
     ) -> torch.Tensor:
         """As ExpertsKernel.apply."""
-        return self._multiply(x, routing, self._read(weights, bias), self.tile(len(x)))
+        few_tokens = self._tiles_of_few(len(x))
+        return self._multiply(x, routing, self._read(weights, bias), self.tile(len(x)), few_tokens)
 
     def tile(self, tokens: int) -> ExpertsTile:
         """The tiles chosen for this many tokens, else the default."""
@@ -87,8 +89,8 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
     def quantizes(self, tokens: int) -> bool:
         """Whether the activations of this many tokens are quantized. The number alone decides, not the tuning.
 
-        Those of one token are not, nor those of few tokens where kernels for them are used. For more tokens, converting
-        8-bit weights to 16 bits would take longer than reading them.
+        Those of one token are not, nor those of few tokens where the kernels for few tokens are used. For more tokens,
+        converting 8-bit weights to 16 bits would take longer than reading them.
         """
         return self._quantized is not None and not self._is_untiled(tokens)
 
@@ -96,13 +98,22 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
         return self._few_tokens[tokens] if tokens <= MAX_TOKENS else None
 
     def _is_untiled(self, tokens: int) -> bool:
-        """Whether kernels for few tokens, which use no ExpertsTile, compute this many."""
+        """Whether this many tokens are computed without an ExpertsTile, by the kernels for one or for few tokens."""
         one = experts_mlp.is_of_one_token(tokens, self.shape.format)
         return one or self._tiles_of_few(tokens) is not None
 
     def _multiply(
-        self, x: torch.Tensor, routing: Routing, weights: ExpertsWeights, tile: ExpertsTile, compile_only: bool = False
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        weights: ExpertsWeights,
+        tile: ExpertsTile,
+        few_tokens: FewTokensTiles | None = None,
+        *,
+        compile_only: bool = False,
     ) -> torch.Tensor:
+        """few_tokens: None also where the tile is measured, with a number of tokens that needs none."""
+        is_quantized = few_tokens is None and not experts_mlp.is_of_one_token(len(x), self.shape.format)
         return experts_mlp.experts_mlp(
             x.contiguous(),
             routing.experts,
@@ -111,8 +122,8 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
             self.shape.activation,
             tile,
             self._sorter,
-            quantized=self._quantized if self.quantizes(len(x)) else None,
-            few_tokens=self._tiles_of_few(len(x)),
+            quantized=self._quantized if is_quantized else None,
+            few_tokens=few_tokens,
             compile_only=compile_only,
         )
 
@@ -168,7 +179,9 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
 
     @property
     def row_classes(self) -> Sequence[int]:
-        return [rows for rows in ROW_CLASSES if not self._is_untiled(rows)]
+        """Those in which some number of tokens uses a tile."""
+        classes = pairwise((0, *ROW_CLASSES))
+        return [last for first, last in classes if not all(map(self._is_untiled, range(first + 1, last + 1)))]
 
     def candidates(self, rows: int) -> Sequence[ExpertsTile]:
         return tiles.candidates(self.shape, rows)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from attrs import evolve
 
+from engine.core.autotune import Operands
 from engine.core.autotune.cache import TuningCache
 from engine.core.autotune.tuner import collect_tasks, tune_tasks
 from engine.core.layers import FusedExperts, LayerFactory
@@ -126,3 +127,59 @@ def test_tuning_spreads_tokens_evenly_over_different_experts() -> None:
         assert all(len(set(row)) == top_k for row in routing.experts.tolist())
         counts = torch.bincount(routing.experts.flatten().long(), minlength=num_experts)
         assert counts.min() == counts.max()
+
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def hopper_op(monkeypatch: pytest.MonkeyPatch, form: WeightFormat, top_k: int, quantized: Any = None) -> FusedExperts:
+    """Experts as on a GPU that has the kernels for few tokens."""
+    monkeypatch.setattr("engine.ops.common.launch.has_wgmma", lambda device: True)
+    spec = ExpertsSpec(name="e", num_experts=32, top_k=top_k, hidden_size=256, intermediate_size=128, dtype="bfloat16")
+    return FusedExperts(spec, form, quantized)
+
+
+@pytest.mark.parametrize(
+    ("form", "top_k", "quantized", "few", "classes"),
+    [
+        (WeightFormat(kind="plain"), 8, None, range(1, 9), ROW_CLASSES[2:]),
+        (WeightFormat(kind="plain"), 2, None, range(4, 9), ROW_CLASSES[1:]),  # 2 and 3 tokens use tiles
+        (WeightFormat(kind="channel", dtype="float8_e4m3fn"), 8, FLOAT8, range(1, 3), ROW_CLASSES[1:]),
+        (WeightFormat(kind="block", dtype="float8_e4m3fn", scale_rows=128), 8, FLOAT8, range(1, 9), ROW_CLASSES[2:]),
+        (WeightFormat(kind="int4", group=128), 8, None, range(1, 2), ROW_CLASSES[1:]),
+        (WeightFormat(kind="channel", dtype="int8"), 8, torch.int8, range(0), ROW_CLASSES[1:]),
+    ],
+    ids=["plain", "plain, two experts per token", "float8", "float8 blocks", "int4", "int8"],
+)
+def test_few_tokens_use_their_own_kernels_and_are_neither_quantized_nor_tuned(
+    form: WeightFormat, top_k: int, quantized: Any, few: range, classes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = hopper_op(monkeypatch, form, top_k, quantized)
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "engine.ops.experts.experts_mlp.experts_mlp",
+        lambda x, *_, **options: calls.append({"tokens": len(x), **options}),
+    )
+    weights = dict.fromkeys(("gate_up", "down"), torch.empty(0))
+    for tokens in range(1, 18):
+        x = torch.zeros(tokens, 256, dtype=torch.bfloat16)
+        op(x, op._even_routing(x), weights, None)
+    assert [call["tokens"] for call in calls if call["few_tokens"] is not None] == list(few)
+    unquantized = {1, *few}  # one token has kernels of its own without Hopper, too
+    assert [call["tokens"] for call in calls if call["quantized"] is not None] == [
+        tokens for tokens in range(1, 18) if quantized is not None and tokens not in unquantized
+    ]
+    assert op.row_classes == list(classes)
+
+
+def test_tuning_measures_tiles_where_kernels_for_few_tokens_compute_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = hopper_op(monkeypatch, WeightFormat(kind="block", dtype="float8_e4m3fn", scale_rows=128), 2, FLOAT8)
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr("engine.ops.experts.experts_mlp.experts_mlp", lambda *_, **options: calls.append(options))
+    operands = Operands(weights=dict.fromkeys(("gate_up", "down"), torch.empty(0)))
+    op.run(op.candidates(8)[0], torch.zeros(8, 256, dtype=torch.bfloat16), operands)
+    op.compile(8, op.candidates(8)[0], operands)
+    assert 8 in op.row_classes
+    for call in calls:
+        assert call["few_tokens"] is None
+        assert call["quantized"] == FLOAT8  # as with 2 and 3 tokens, which use the tile
