@@ -1,4 +1,4 @@
-"""Converts untyped values to typed ones, never silently (structure_errors.py)."""
+"""Converts untyped values to typed ones; refuses a value that does not fit, in a sentence (structure_errors.py)."""
 
 from __future__ import annotations
 

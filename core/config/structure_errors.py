@@ -1,4 +1,4 @@
-"""Says in sentences which values could not be converted, and where they were given."""
+"""Sentences about values that could not be converted (structure.py), with the places where they were given."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class NoMemberError(Exception):
     def __init__(self, message: str, tried: Sequence[tuple[str, Exception]]) -> None:
         super().__init__(message)
         self.tried = tried
-        """(type, for people to read; its error)."""
+        """(name of the type, for people to read; error of the conversion to that type)."""
 
 
 @frozen
@@ -64,7 +64,7 @@ class Place:
     path: tuple[str, ...] = ()
 
     def of(self, error: BaseException) -> Place:
-        """The place of one value of this table or list: that of an error, which has a note about it."""
+        """The place of the value in this table or list that an error is about, by the error's notes."""
         place = self
         for note in getattr(error, "__notes__", ()):
             if isinstance(note, AttributeValidationNote):
@@ -78,14 +78,17 @@ class Place:
         return evolve(self, text=f"{self.text}.{name}", path=(*self.path, name))
 
     def sentence(self, problem: str, *names: str) -> str:
-        """A problem with the value, or with the value of this name in the table, and where it was given."""
+        """A problem as a sentence that begins with where the value was given.
+
+        names: path of the value within this one, which is a table; none: this value itself.
+        """
         found = given_at(self.places, (*self.path, *names))
         origins = " and ".join(dict.fromkeys(one.origin for one in found))
         return f"{origins}: {self.text}{problem}" if origins else f"{self.text}{problem}"
 
 
 def given_at(places: Mapping[tuple[str, ...], OptionPlace], path: tuple[str, ...]) -> list[OptionPlace]:
-    """Where the value of a path was given: with a value around it, or itself, in one part or several."""
+    """The places where the value at a path was given: as a whole, in parts, or within a table around it."""
     return [one for given, one in places.items() if path[: len(given)] == given or given[: len(path)] == path]
 
 

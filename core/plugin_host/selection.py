@@ -258,9 +258,9 @@ def choose_parser(config: EngineConfig, plugins: Plugins, templates: Templates) 
 
 
 def _making(policies: dict[type, SchedulingPolicy[Any]], config: EngineConfig) -> Question:
-    """Asks whether a scheduling policy refuses, and makes it, so that auto passes over one that cannot be made.
+    """A question that also makes the scheduling policy, so that auto passes over one whose constructor raises.
 
-    policies: class -> the policy, to be filled. Options that a policy does not have are reported later.
+    policies: class -> the policy, to be filled. A policy that refuses its options is left out; they are reported later.
     """
 
     def question(cls: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Shape of a W8A8 GEMM on a device: the tiles that can compute it, and the tile for a number of rows."""
+"""The shape of a W8A8 GEMM on a device, its candidates of tiles, and the tile for a number of rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BLOCK_SCALED_CUDA = (12, 9)
 RESERVED_SHARED = 1024
 """Bytes of shared memory that the compiler needs besides a tile's stages, for barriers."""
 REMEMBERED = 2**13
-"""Numbers of rows, of all shapes, whose tiles are remembered."""
+"""Maximum number of tiles that tile_for_rows remembers, for all shapes and numbers of rows together."""
 
 
 @frozen(kw_only=True, cache_hash=True)
@@ -53,7 +53,7 @@ class W8A8Shape:
     scale_rows: int
     """Outputs per scale of a block of W; 0: each output has a scale."""
     has_scaled_mm: bool
-    """Whether torch's kernel supports this GEMM."""
+    """Whether torch's float8 kernel supports this GEMM."""
     persistent: bool
     """Whether persistent tiles can be used."""
     sms: int
@@ -72,7 +72,11 @@ class W8A8Shape:
         *,
         scale_rows: int,
     ) -> W8A8Shape:
-        """weight_dtype: float8_e4m3fn or int8; dtype: of x before quantization."""
+        """The shape of a layer's GEMM, and what a device offers for it.
+
+        weight_dtype: float8_e4m3fn or int8. outputs, inputs: rows and columns of W. dtype: of x before quantization.
+        scale_rows: outputs per scale of a block of W; 0: each output has a scale.
+        """
         if scale_rows:
             torch_can = scale_rows == BLOCK and outputs % BLOCK == 0 and has_block_scaled_mm(device)
         else:
@@ -89,12 +93,12 @@ class W8A8Shape:
 
     @property
     def one_wave(self) -> W8A8Tile | None:
-        """The tile of ONE_WAVE_ROWS, whatever is chosen for their row class."""
+        """The tile that ONE_WAVE_ROWS use instead of the one chosen for their row class. None: they use the latter."""
         return one_wave_tile(self.outputs, self.sms) if self.persistent else None
 
     @property
     def row_classes(self) -> tuple[int, ...]:
-        """Row classes that are measured."""
+        """Row classes whose tiles are measured."""
         has_more = self.persistent and self.one_wave is None
         return tuple(sorted({*ROW_CLASSES, PERSISTENT_CLASS})) if has_more else ROW_CLASSES
 
@@ -135,9 +139,10 @@ class W8A8Shape:
 
 @lru_cache(maxsize=REMEMBERED)
 def tile_for_rows(shape: W8A8Shape, chosen: Tile, rows: int, row_class: int) -> Tile:
-    """The tile for a number of rows: `chosen`, that of the row class, or another that fills waves of programs better.
+    """The tile for a number of rows: `chosen`, or another one that fills waves of programs better.
 
-    Remembered, since all layers of a model ask for each step.
+    chosen: the tile of the row class. None, given or returned, is torch's kernel. Results are remembered, since all
+    layers of a model ask in each step.
     """
     if isinstance(chosen, TransposedTile) or not shape.persistent or row_class <= MAX_ROWS_ALL_PERSISTENT:
         return chosen

@@ -107,7 +107,7 @@ def _run(
     load_start = time.monotonic()
     heartbeat = Heartbeat.map(launch.directory, launch.replica, create=True)
     engine: Engine | None = None
-    code = 0
+    code = 0  # also of SIGTERM, which raises SystemExit
     try:
         try:
             engine = make_engine(launch.config)
