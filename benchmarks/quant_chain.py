@@ -59,7 +59,7 @@ Chosen = Mapping[str, GemmTile]
 
 
 class Chain:
-    """Decoder blocks of random weights, more than the cache holds."""
+    """Decoder blocks of random weights, by default with more weights than the cache holds."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class Chain:
         cold_bytes: float = COLD_BYTES,
         blocks: int = 4,
     ) -> None:
-        """shapes: rows of W and inputs of the layers of a block, as in models.LINEARS. cold_bytes: of all weights, at
-        least; blocks: number of blocks, at least."""
+        """shapes: name of a layer of a block -> (rows of W, inputs), as in models.LINEARS. cold_bytes, blocks: minimum
+        bytes of all weights, and minimum number of blocks."""
         self.device = device
         self.dtype = dtype
         self.layout = LAYOUTS[kind]

@@ -46,12 +46,12 @@ FEW_ROWS_TILES = {
 }
 """Bits of a weight -> the tiles of few_rows_tile.py, without splits."""
 SPLITS = (2, 3, 4)
-"""Tried of tiles of 16 rows of 8-bit weights."""
+"""Numbers of splits to try, with tiles of 16 rows of 8-bit weights."""
 MIN_BLOCKS_PER_SPLIT = 4
 MAX_PROGRAMS_PER_SM = 16
 """Splits that make more programs than this are left out."""
 MIN_GAIN = 0.003
-"""Part of a block's time that another tile of a layer must save."""
+"""Share of a block's time that another tile of a layer must save."""
 
 Chosen = Mapping[str, GemmTile]
 
@@ -91,26 +91,26 @@ class Block:
                     self.chain.compile_tile(role, tile, x)
 
     def seconds(self, chosen: Chosen | None = None) -> float:
-        """Seconds of a block by the chosen tiles, or by others."""
+        """Seconds of one block, by the tiles given, else by those chosen at present."""
         tiles = chosen or self.chosen
         run = self._timer.replayed(lambda: self.chain.run(self._x, self._residual.clone(), tiles))
         return run / len(self.chain.blocks)
 
     def search(self) -> str:
-        """Choose the tiles of one layer after the other, each by the time of the whole block. Returns the choice.
+        """Choose the tiles of one layer after the other, each by the time of the whole block; return them as text.
 
-        Two beginnings: the tiles of the rule, and tiles of the tensor-core kernel alone, as mixtures of kernels may be
-        slower than both.
+        The search runs twice, from the tiles of the rule and from tiles of the tensor-core kernel alone, since a
+        mixture of kernels may be slower than either.
         """
-        former = {role: self._former(role) for role in self.rule}
-        begins = [self.rule, *([former] if former != self.rule and None not in former.values() else [])]
-        found = [self._search_from(begin) for begin in begins]  # type: ignore[arg-type]
+        alone = {role: tile for role in self.rule if (tile := self._tensor_core_tile(role)) is not None}
+        starts = [self.rule, alone] if len(alone) == len(self.rule) and alone != self.rule else [self.rule]
+        found = [self._search_from(start) for start in starts]
         self.chosen, seconds = min(found, key=lambda pair: pair[1])
         changed = [f"{role} {tile}" for role, tile in self.chosen.items() if tile != self.rule[role]]
         return f"{seconds * 1e6:.2f} us by {'; '.join(changed) or 'the tiles of the rule'}"
 
-    def _former(self, role: str) -> GemmTile | None:
-        """A tile of the tensor-core kernel."""
+    def _tensor_core_tile(self, role: str) -> GemmTile | None:
+        """A tile of the tensor-core kernel; None if there is none to try."""
         return next((tile for tile in reversed(self.tiles(role)) if isinstance(tile, WeightOnlyTile)), None)
 
     def _search_from(self, chosen: Chosen) -> tuple[Chosen, float]:
@@ -129,7 +129,7 @@ class Block:
 
 
 def _with_splits(tile: FewRowsTile, shape: WeightOnlyShape, sms: int) -> Sequence[FewRowsTile]:
-    """The tile with splits, of which none is short or empty."""
+    """The tile with each of SPLITS that leaves no split short or empty."""
     if shape.layout.bits != 8 or tile.rows > 16:
         return ()
     programs = -(-shape.weight_rows // tile.rows)

@@ -18,7 +18,7 @@ UNIT = 16
 """Sizes of linear layers are multiples of this."""
 KV_HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Round numbers of KV heads."""
-MAX_UNMEASURED_ROWS = 8
+MAX_BLOCK_ROWS = 8
 """Up to this many rows, quantized layers are measured as the decoder block that they belong to."""
 
 
@@ -117,7 +117,7 @@ NearCase = LinearCase | AttentionCase | BlockCase
 
 def measured_case(case: LinearCase | AttentionCase) -> NearCase:
     """What is measured for a drawn case: quantized layers of few rows as their block."""
-    if isinstance(case, AttentionCase) or case.kind == "bf16" or case.rows > MAX_UNMEASURED_ROWS:
+    if isinstance(case, AttentionCase) or case.kind == "bf16" or case.rows > MAX_BLOCK_ROWS:
         return case
     return BlockCase.of(case)
 

@@ -109,7 +109,7 @@ def make_block(blocks: Any, mixed: float) -> Any:
     block.rule = block.chosen = {"qkv": "a", "down": "a"}
     block._x, block.dtype = torch.zeros(1), torch.float32
     block.tiles = lambda role: list(TIMES[role])
-    block._former = lambda role: "b"
+    block._tensor_core_tile = lambda role: "b"
 
     def seconds(chosen: Any = None) -> float:
         used = chosen or block.chosen

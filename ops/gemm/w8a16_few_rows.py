@@ -2,7 +2,8 @@
 
 As w4a16_few_rows.py, for a W8Layout (packed_layout.py). All weights are exact, so that results differ from those of
 other kernels only in the order of sums. A pair of weights takes four instructions in float8 (two in float16), of which
-two are conversions, and 2.5 in int8. The scales, in float32, make up for the 2^EXPONENT that int8 comes out too small.
+two are conversions, and 2.5 in int8. The scales, in float32, make up for int8 weights that are 2^EXPONENT times too
+small.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FIELDS = gl.constexpr(2)
 
 @gluon.constexpr_function
 def _exponent(dtype, is_float8):
-    """Weights are this power of two too small, inverted."""
+    """The power of two by which converted weights are too small."""
     if is_float8:
         return 0
     return 6 if dtype == gl.bfloat16 else 9
