@@ -93,10 +93,15 @@ class LayerSearch:
         self.compile(self._refinements())
 
     def search(self, seconds: Seconds) -> dict[Any, float]:
-        """Seconds by each candidate that runs, fastest first, with refinements of the fastest."""
+        """Candidate that runs -> seconds, fastest first, with refinements of the fastest.
+
+        Raises RuntimeError if there is none.
+        """
         if not self._times:
             self.measure(seconds)
         times = self._times | self._time(self._refinements(), seconds)
+        if not times:
+            raise RuntimeError(f"no candidate for {self.rows} rows of {self.op.key} runs")
         finalists = sorted(times, key=lambda one: times[one])[:FINALISTS]
         for _ in range(ROUNDS - 1):
             for one in finalists:

@@ -165,6 +165,25 @@ def test_searched_layer_multiplies_its_rows_by_the_fastest_candidate(
         assert sweep.error(case) < 0.01
 
 
+def test_search_without_a_candidate_that_runs_is_an_error_that_the_sweep_reports(cases: Any, near: Any) -> None:
+    import sweep_search  # type: ignore[import-not-found]
+
+    class Search(sweep_search.LayerSearch):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.rows, self.op, self._times = 5, SimpleNamespace(key="4096x4096", refine=lambda *_: []), {}
+
+        row_class = 8
+
+        def candidates(self) -> list[Any]:
+            return []
+
+        def compile(self, candidates: Any) -> None:
+            pass
+
+    with pytest.raises(RuntimeError, match="no candidate for 5 rows of 4096x4096 runs"):
+        Search().search(lambda calls: 1.0)
+
+
 @pytest.mark.parametrize("part", ["0/2", "3/2", "-1/2", "1", "a/b"])
 def test_a_part_outside_the_number_of_parts_is_refused(part: str) -> None:
     command = [sys.executable, str(SCRIPTS / "near_sweep.py"), f"--part={part}"]
