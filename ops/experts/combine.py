@@ -38,6 +38,8 @@ def combine(results: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor)
     """The weighted sum of each token's results: [tokens, size], summed in float32.
 
     results: [tokens * top_k, size]; experts, weights: [tokens, top_k]. Where an expert is -1 the result is not read.
+    experts and weights are read before the preceding kernel has ended: another kernel, which waits before it releases
+    this one, must come between this one and the kernel that writes them.
     """
     tokens, top_k = experts.shape
     size = results.shape[1]

@@ -1,6 +1,7 @@
 """The supervisor, the server's main process.
 
-Starts engine processes and front ends, passes accepted connections to the front ends, drains them and stops all.
+Starts engine processes and front ends, passes accepted connections to the front ends, and at the end drains the front
+ends and stops all processes.
 """
 
 from __future__ import annotations
