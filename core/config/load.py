@@ -89,66 +89,86 @@ def load_config(
     A key may be an alias (scheduler.max_num_seqs) or an option's name alone (max_running).
     Raises ConfigError, which lists all problems.
     """
-    settings: dict[KeyPath, Setting] = {setting.path: setting for setting in describe()}
-    given: dict[KeyPath, _Given] = {}
-    problems: list[str] = []
+    merge = _Merge()
+    merge.add_defaults(defaults)
+    if file is not None:
+        merge.add_file(file)
+    merge.add_overrides(overrides)
+    if merge.problems:
+        raise ConfigError("\n".join(merge.problems))
+    config = _build(merge.given)
+    places = {join_key(path): one.where for path, one in merge.given.items()}
+    _raise_together(config, places)
+    origins = {join_key(path): one.origin for path, one in merge.given.items()}
+    return Resolved(config=config, origins={key: origins.get(key, DEFAULT) for key in flatten(config)})
 
-    def put(
+
+class _Merge:
+    """Merges sources of settings, each over those before it."""
+
+    def __init__(self) -> None:
+        self._settings: dict[KeyPath, Setting] = {setting.path: setting for setting in describe()}
+        self.given: dict[KeyPath, _Given] = {}
+        self.problems: list[str] = []
+        """Sentences; with problems, `given` is not complete."""
+
+    def add_defaults(self, defaults: Mapping[str, tuple[object, str]]) -> None:
+        """Merge dotted key -> (value, origin)."""
+        names: dict[KeyPath, KeyPath] = {}
+        for key, (value, origin) in defaults.items():
+            path = split_key(key)
+            self._put(path, _located(path, value), origin, _place(origin, key), names)
+
+    def add_file(self, file: Path) -> None:
+        """Merge a file's settings. Raises ConfigError if the file cannot be read."""
+        names: dict[KeyPath, KeyPath] = {}
+        directory = file.parent.absolute()
+        place = OptionPlace(str(file), str(directory))
+        for path, value in _sections(_read(file)):
+            self._put(path, _located(path, value, directory), file.name, f"{file}: {_bracketed(path)}", names, place)
+
+    def add_overrides(self, overrides: Mapping[str, object]) -> None:
+        """Merge dotted key -> value, or (value, origin), with strings as on the command line."""
+        names: dict[KeyPath, KeyPath] = {}
+        for key, override in overrides.items():
+            path = split_key(key)
+            setting = self._settings.get(canonical(path)[:2])
+            value, origin = override, setting.flag if setting is not None and setting.flag else "--set"
+            if isinstance(override, tuple) and len(override) == 2 and isinstance(override[1], str):
+                value, origin = override
+            where = origin if _is_flag(setting, origin, path) else _place(origin, key)
+            self._put(path, _located(path, _typed(value, setting)), origin, where, names)
+
+    def _put(
+        self,
         spelled: KeyPath,
         value: Any,
         origin: str,
         where: str,
-        spelled_as: dict[KeyPath, KeyPath],
+        names: dict[KeyPath, KeyPath],
         place: OptionPlace | None = None,
     ) -> None:
+        """Merge the value of one key. names: setting -> the key by which this source has given it, to be filled."""
         path = canonical(spelled)
-        other = spelled_as.setdefault(path, spelled)
+        other = names.setdefault(path, spelled)
         if other != spelled:
-            problems.append(f"{where}: {_plain(spelled)} and {_plain(other)} are one setting; give one of them")
+            self.problems.append(f"{where}: {_plain(spelled)} and {_plain(other)} are one setting; give one of them")
             return
-        setting = settings.get(path[:2])
+        setting = self._settings.get(path[:2])
         if setting is None or (len(path) > 2 and setting.type is not dict):
-            problems.append(f"{where}: {_unknown(path, settings)}")
+            self.problems.append(f"{where}: {_unknown(path, self._settings)}")
             return
         if setting.type is not dict:
             value, wrong = _check(
                 setting, [value] if setting.type is tuple and isinstance(value, str) else value, where
             )
-            problems.extend(wrong)
+            self.problems.extend(wrong)
         elif path == setting.path and not isinstance(value, Mapping):
-            problems.append(f"{where}: expected a table of options, found {show(value)[0]}")
+            self.problems.append(f"{where}: expected a table of options, found {show(value)[0]}")
         for inner, leaf in _leaves(setting, path, value):
-            for former in [one for one in given if one[: len(inner)] == inner or inner[: len(one)] == one]:
-                del given[former]
-            given[inner] = _Given(leaf, origin, where, place or OptionPlace(origin, _working_directory()))
-
-    in_defaults: dict[KeyPath, KeyPath] = {}
-    for key, (value, origin) in defaults.items():
-        path = split_key(key)
-        put(path, _located(path, value), origin, _place(origin, key), in_defaults)
-    in_file: dict[KeyPath, KeyPath] = {}
-    if file is not None:
-        directory = file.parent.absolute()
-        place = OptionPlace(str(file), str(directory))
-        for path, value in _sections(_read(file)):
-            put(path, _located(path, value, directory), file.name, f"{file}: {_bracketed(path)}", in_file, place)
-    in_overrides: dict[KeyPath, KeyPath] = {}
-    for key, override in overrides.items():
-        path = split_key(key)
-        setting = settings.get(canonical(path)[:2])
-        value, origin = override, setting.flag if setting is not None and setting.flag else "--set"
-        if isinstance(override, tuple) and len(override) == 2 and isinstance(override[1], str):
-            value, origin = override
-        where = origin if _is_flag(setting, origin, path) else _place(origin, key)
-        put(path, _located(path, _typed(value, setting)), origin, where, in_overrides)
-
-    if problems:
-        raise ConfigError("\n".join(problems))
-    config = _build(given)
-    places = {join_key(path): one.where for path, one in given.items()}
-    _raise_together(config, places)
-    origins = {join_key(path): one.origin for path, one in given.items()}
-    return Resolved(config=config, origins={key: origins.get(key, DEFAULT) for key in flatten(config)})
+            for former in [one for one in self.given if one[: len(inner)] == inner or inner[: len(one)] == one]:
+                del self.given[former]
+            self.given[inner] = _Given(leaf, origin, where, place or OptionPlace(origin, _working_directory()))
 
 
 def validate(config: EngineConfig) -> None:
