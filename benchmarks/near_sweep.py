@@ -28,7 +28,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from attrs import evolve
@@ -115,7 +114,7 @@ class NearSweep:
         limits: Limits,
         cases: Sequence[NearCase],
     ) -> None:
-        self._device = device
+        self.device = device
         self._space = space
         self._limits = limits
         self._timer = make_timer(device)
@@ -127,9 +126,19 @@ class NearSweep:
             self._linears[kind] = LinearKind(kind, str(device), space, self._timer, mine)
         self._blocks: dict[BlockCase, Block] = {}
 
+    def settings(self, options: argparse.Namespace) -> Mapping[str, object]:
+        """What the JSON says of the run."""
+        return {
+            "seed": options.seed,
+            "cases": options.cases,
+            "part": "/".join(map(str, options.part)),
+            "ceilings": str(self._limits),
+            "control": options.control,
+        }
+
     def compile(self, cases: Sequence[NearCase]) -> None:
         """Begin to compile all kernels in other processes."""
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return
         for linears in self._linears.values():
             linears.begin()
@@ -142,7 +151,7 @@ class NearSweep:
 
     def _block(self, case: BlockCase) -> Block:
         if case not in self._blocks:
-            self._blocks[case] = Block(case, self._device, self._space.dtype, self._timer)
+            self._blocks[case] = Block(case, self.device, self._space.dtype, self._timer)
         return self._blocks[case]
 
     def tune(self, kind: str) -> str:
@@ -226,6 +235,43 @@ def _part(text: str) -> tuple[int, int]:
     return int(part), int(parts)
 
 
+def measure_kind(
+    sweep: NearSweep,
+    kind: str,
+    cases: Sequence[NearCase],
+    results: list[Result],
+    begin: float,
+    options: argparse.Namespace,
+) -> list[str]:
+    """Choose the kernels of a kind and measure its cases. Appends to `results`; returns the names of what failed.
+
+    begin: when the benchmark began, as time.perf_counter().
+    """
+    try:
+        chosen = sweep.tune(kind)
+    except (EngineError, TritonError, RuntimeError) as error:  # the other kinds may still run
+        print(f"{kind} FAILED: {type(error).__name__}: {error}", flush=True)
+        return [kind]
+    print(f"{kind}: ready at {time.perf_counter() - begin:.1f} s\n{chosen}", flush=True)
+    failures = []
+    for case in cases:
+        if not options.small and time.perf_counter() - begin > options.limit:
+            print(f"{case.name} is left out: {options.limit:.0f} s are over", flush=True)
+            continue
+        try:
+            results.append(sweep.measure(case))
+        except (TritonError, RuntimeError) as error:
+            failures.append(case.name)
+            print(f"{case.name} FAILED: {type(error).__name__}: {error}", flush=True)
+            continue
+        print(f"{results[-1].line()}\n{show_choices(results[-1])}", flush=True)
+        if options.json is not None:
+            write_json(
+                options.json, machine_name(sweep.device), results, sweep.settings(options), benchmark="near_sweep"
+            )
+    return failures
+
+
 @torch.inference_mode()
 def main() -> None:
     """Draw, compile, measure, print, and write the JSON."""
@@ -241,44 +287,18 @@ def main() -> None:
     cases = [measured_case(case) for case in drawn if case.kind in options.only]
     if options.control:
         cases = [round_case(case) for case in cases]
-    space = evolve(space, control=options.control)
     limits = find_limits(device, options.bandwidth, options.matmul)
     print(f"ceilings: {limits}", flush=True)
-    settings: dict[str, Any] = {
-        "seed": options.seed,
-        "cases": options.cases,
-        "part": f"{part}/{parts}",
-        "ceilings": str(limits),
-        "control": options.control,
-    }
-    sweep = NearSweep(device, space, limits, cases)
+    sweep = NearSweep(device, evolve(space, control=options.control), limits, cases)
     print(f"made at {time.perf_counter() - begin:.1f} s", flush=True)
     sweep.compile(cases)
     print(f"compiling at {time.perf_counter() - begin:.1f} s", flush=True)
     results: list[Result] = []
     failures: list[str] = []
-    order = [kind for kind in (*LINEAR_KINDS, *KINDS) if any(case.kind == kind for case in cases)]
-    for kind in dict.fromkeys(order):
-        try:
-            chosen = sweep.tune(kind)
-        except (EngineError, TritonError, RuntimeError) as error:  # the other kinds may still run
-            failures.append(kind)
-            print(f"{kind} FAILED: {type(error).__name__}: {error}", flush=True)
-            continue
-        print(f"{kind}: ready at {time.perf_counter() - begin:.1f} s\n{chosen}", flush=True)
-        for case in (case for case in cases if case.kind == kind):
-            if not options.small and time.perf_counter() - begin > options.limit:
-                print(f"{case.name} is left out: {options.limit:.0f} s are over", flush=True)
-                continue
-            try:
-                results.append(sweep.measure(case))
-            except (TritonError, RuntimeError) as error:
-                failures.append(case.name)
-                print(f"{case.name} FAILED: {type(error).__name__}: {error}", flush=True)
-                continue
-            print(f"{results[-1].line()}\n{show_choices(results[-1])}", flush=True)
-            if options.json is not None:
-                write_json(options.json, machine_name(device), results, settings, benchmark="near_sweep")
+    for kind in dict.fromkeys((*LINEAR_KINDS, *KINDS)):
+        mine = [case for case in cases if case.kind == kind]
+        if mine:
+            failures += measure_kind(sweep, kind, mine, results, begin, options)
     show(results)
     print(f"{summary(results)}; {time.perf_counter() - begin:.0f} s", flush=True)
     failures += [result.case.name for result in results if not result.error < MAX_ERROR]
