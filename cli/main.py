@@ -199,11 +199,14 @@ def root(
 
 def main() -> None:
     """Run the command line; the `engine` script."""
+    code = 1  # of any other exception
     try:
         app()
     except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        raise
+    finally:
         if SERVE in sys.modules:  # it has loaded plugins, which may hold up the exit
             from engine.server.shared.exit_limit import limit_exit
 
-            limit_exit(ending.code if isinstance(ending.code, int) else int(ending.code is not None))
-        raise
+            limit_exit(code)

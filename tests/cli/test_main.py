@@ -249,3 +249,40 @@ def test_help_shows_brackets_of_every_command_as_they_are_written(run: Any) -> N
         for place, text in params_of(builtin.load(name), name):
             assert render(text).plain == text.replace(r"\[", "["), place
     assert "plugins.deny=[a,b]." in " ".join(run("config", "show", "--help").stdout.replace("│", " ").split())
+
+
+EXIT = """
+import atexit, sys, time
+from engine.cli import main
+from engine.server.shared import exit_limit
+
+limit_exit = exit_limit.limit_exit
+exit_limit.limit_exit = lambda code: limit_exit(code, 0.1)
+
+def app():
+    {ending}
+
+main.app = app
+if {serves}:
+    sys.modules[main.SERVE] = sys
+atexit.register(time.sleep, {seconds})
+main.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [("sys.exit()", 0), ("sys.exit(3)", 3), ("sys.exit('text')", 1), ("raise RuntimeError('a bug')", 1)],
+)
+def test_the_exit_of_serve_is_limited_however_the_command_ends(ending: str, code: int) -> None:
+    script = EXIT.format(ending=ending, serves=True, seconds=100)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == code
+    assert "the exit of this process is held up by " in done.stderr
+    assert ("a bug" in done.stderr) == ("a bug" in ending)
+
+
+def test_the_exit_of_other_commands_is_not_limited() -> None:
+    script = EXIT.format(ending="sys.exit(3)", serves=False, seconds=0.5)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (3, "")
