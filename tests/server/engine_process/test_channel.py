@@ -1,3 +1,5 @@
+"""Messages to an engine process, from front ends and from the supervisor."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -8,7 +10,7 @@ import zmq
 from engine.core.executors import encode
 from engine.server.engine_process import main
 from engine.server.engine_process.main import MAX_MESSAGES, Channel
-from engine.server.shared.messages import Abort
+from engine.server.shared.messages import Abort, Shutdown
 
 
 @pytest.mark.parametrize(("seconds", "at_most"), [(-1.0, 1), (60.0, MAX_MESSAGES)])
@@ -30,3 +32,13 @@ def test_messages_wait_for_the_next_step_when_they_are_many_or_slow_to_read(
             assert max(map(len, found)) <= at_most
             assert [message for each in found for message in each] == [Abort((number,)) for number in range(40)]
         channel.close()
+
+
+def test_a_message_of_the_supervisor_after_the_channel_is_closed_is_dropped(tmp_path: Path) -> None:
+    with zmq.Context() as context:
+        channel = Channel(context, tmp_path / "engine")
+        channel.put(Shutdown())
+        channel.wait(5000)
+        assert [message for _, message in channel.receive()] == [Shutdown()]
+        channel.close()
+        channel.put(Shutdown())
