@@ -170,10 +170,11 @@ class LinearSweep:
     def __init__(self, kind: str, device: str, dtype: str, timer: SweepTimer, cases: Iterable[LinearCase]) -> None:
         self._kind = kind
         self._timer = timer
-        self._rows: dict[LinearShape, set[int]] = {}
+        self.rows: dict[LinearShape, set[int]] = {}
         for case in cases:
-            self._rows.setdefault(case.shape, set()).add(case.rows)
-        self._layers = self._make(device, dtype)
+            self.rows.setdefault(case.shape, set()).add(case.rows)
+        self.layers = self._make(device, dtype)
+        """By shape; `rows` are the numbers of rows that each multiplies."""
 
     def _make(self, device: str, dtype: str) -> dict[LinearShape, Layer]:
         method = None
@@ -181,7 +182,7 @@ class LinearSweep:
             name, checkpoint = METHODS[self._kind]
             method = load_plugins().quant.get(name).load().from_checkpoint(checkpoint, None)
         factory = LayerFactory(dtype=dtype, device=device, quant=method, fused=True)
-        made = {shape: _make_layer(factory, f"layer{number}", shape) for number, shape in enumerate(self._rows)}
+        made = {shape: _make_layer(factory, f"layer{number}", shape) for number, shape in enumerate(self.rows)}
         load_weights(factory, DummySource())
         return {
             shape: Layer(norm=norm, linear=linear, copies=_copies(linear)) for shape, (norm, linear) in made.items()
@@ -190,7 +191,7 @@ class LinearSweep:
     def tune(self) -> str:
         """Choose the kernels as the engine does at its start, without its cache. Returns what was chosen."""
         self.compile()
-        tasks = [task for shape, rows in self._rows.items() for task in self._layers[shape].wanted_tasks(rows)]
+        tasks = [task for shape, rows in self.rows.items() for task in self.layers[shape].wanted_tasks(rows)]
         results = []
         for task, timings in zip(tasks, measure(tasks, self._timer), strict=True):
             candidate, result = pick_fastest(task, timings)
@@ -200,19 +201,19 @@ class LinearSweep:
         return "\n".join(results)
 
     def compile(self) -> None:
-        """Run everything once that is going to be measured, in threads: most of the time is the compiler's."""
-        run_in_threads([self._layers[shape].calls(count)[0] for shape, rows in self._rows.items() for count in rows])
+        """Make each call that will be measured once, in threads, since compiling takes most of the time."""
+        run_in_threads([self.layers[shape].calls(count)[0] for shape, rows in self.rows.items() for count in rows])
 
     def seconds(self, case: LinearCase) -> float:
         """Seconds of the norm and the product."""
-        return self._timer.per_call(self._layers[case.shape].calls(case.rows))
+        return self._timer.per_call(self.layers[case.shape].calls(case.rows))
 
     def error(self, case: LinearCase) -> float:
-        return self._layers[case.shape].error(case.rows)
+        return self.layers[case.shape].error(case.rows)
 
     def choices(self, case: LinearCase) -> Mapping[str, float]:
         """Seconds by each tile that the rule for the case could have chosen, the chosen first. Empty: measured."""
-        layer = self._layers[case.shape]
+        layer = self.layers[case.shape]
         tiles = layer.rule_candidates(case.rows)
         ways: dict[str, Sequence[Call]] = {str(tile or "library"): layer.calls_by(tile, case.rows) for tile in tiles}
         run_in_threads([calls[0] for calls in ways.values()])
@@ -227,7 +228,7 @@ def _make_layer(factory: LayerFactory, name: str, shape: LinearShape) -> tuple[R
 
 
 def _copies(linear: Linear) -> list[Mapping[str, torch.Tensor]]:
-    """The layer's weights, and copies of them, together more than the GPU's cache holds."""
+    """The layer's weights and copies of them, which together exceed the GPU's L2 cache."""
     on_gpu = torch.device(linear.spec.device).type == "cuda"
     more = min(max(int(COLD_BYTES / linear.nbytes), 1), MAX_COPIES - 1) if on_gpu else 1
     duplicates = ({name: tensor.clone() for name, tensor in linear.weights.items()} for _ in range(more))

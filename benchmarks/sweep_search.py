@@ -150,10 +150,10 @@ class SearchedLinears(LinearSweep):
     def begin(self) -> None:
         """Begin to compile."""
         self._searches = {
-            (shape, count): LayerSearch(self._layers[shape], count)
-            for shape, rows in self._rows.items()
+            (shape, count): LayerSearch(self.layers[shape], count)
+            for shape, rows in self.rows.items()
             for count in sorted(rows)
-            if next(self._layers[shape].autotuned_calls(), None) is not None
+            if next(self.layers[shape].autotuned_calls(), None) is not None
         }
         for search in self._searches.values():
             search.compile(search.candidates())
@@ -176,13 +176,13 @@ class SearchedLinears(LinearSweep):
 def compile_row_classes(sweep: LinearSweep) -> None:
     """Begin to compile what a LinearSweep measures when it tunes its row classes."""
     with CompilingElsewhere():
-        for shape, rows in sweep._rows.items():
-            for task in sweep._layers[shape].wanted_tasks(rows):
+        for shape, rows in sweep.rows.items():
+            for task in sweep.layers[shape].wanted_tasks(rows):
                 for one in task.op.candidates(task.rows):
                     task.op.compile(task.rows, one, task.operands[0])
 
 
 def case_search(sweep: LinearSweep, case: LinearCase) -> LayerSearch | None:
     """The search of a case's own layer. None: there is one way to multiply."""
-    layer = sweep._layers[case.shape]
+    layer = sweep.layers[case.shape]
     return None if next(layer.autotuned_calls(), None) is None else LayerSearch(layer, case.rows)

@@ -15,12 +15,13 @@ from engine.core.compilation import record_launches
 from engine.ops.attention.paged_decode_config import PRESETS, fit_preset, presets_of
 
 CONTEXTS = (288, 1448, 7296)
-"""A captured graph has one decode launch for all contexts. It is chosen by the geometric mean of the times with longest
-contexts of these lengths, which divide the drawn ones evenly by their logarithms; less where a cache is full."""
+"""Longest contexts with which decode launches are timed. A captured graph has one launch for all contexts: the one with
+the least geometric mean of these times. The lengths divide the drawn ones evenly by their logarithms; shorter ones are
+used where the cache would exceed MAX_CACHE_BYTES."""
 
 
 def decode_searches(case: AttentionCase) -> list[AttentionCase]:
-    """The cases whose times choose the launch for this case: with the same heads and number of sequences."""
+    """The cases whose times choose the launch for a case: the same but for the contexts."""
     longest = max(case.lengths)
     most = longest * MAX_CACHE_BYTES / case.cache_bytes
     lengths = sorted({min(context, max(round(most), CONTEXTS[0])) for context in CONTEXTS})

@@ -220,7 +220,7 @@ def test_layers_without_measured_row_classes_have_no_rule_for_many_rows(
     monkeypatch.setattr(WeightOnlyOp, "row_classes", ())
     case = cases.LinearCase(kind="4bit", shape=cases.LinearShape(outputs=64, inputs=256), rows=300)
     sweep = sweep_linears.LinearSweep("4bit", "cpu:0", "float16", sweep_timing.ClockTimer(), [case])
-    assert sweep._layers[case.shape].rule_candidates(300) == []
+    assert sweep.layers[case.shape].rule_candidates(300) == []
 
 
 @pytest.mark.parametrize(("rows", "count"), [(1, 6), (5, 4), (20, 0), (300, 3)])
@@ -237,7 +237,7 @@ def test_outcomes_of_the_rule_of_4_bit_layers_agree(
     case = cases.LinearCase(kind="4bit", shape=cases.LinearShape(outputs=64, inputs=256), rows=rows)
     with torch.inference_mode():
         sweep = sweep_linears.LinearSweep("4bit", "cpu:0", "float16", sweep_timing.ClockTimer(), [case])
-        layer = sweep._layers[case.shape]
+        layer = sweep.layers[case.shape]
         tiles = layer.rule_candidates(rows)
         assert len(tiles) == count
         results = []
