@@ -46,7 +46,10 @@ class CompileServer:
             threading.Thread(target=work, name="compile-server", daemon=True).start()
 
     def submit(self, job: bytes) -> Future[None]:
-        """Have a job compiled, after those submitted before. The future's result is None, even if the job fails."""
+        """Have a job compiled. The future's result is None when the job is done, even if it has failed.
+
+        Of the jobs that wait for a core, the server compiles the largest first.
+        """
         future: Future[None] = Future()
         with self._lock:
             if not self.running:
@@ -112,7 +115,7 @@ class SharedServer:
         self._server: CompileServer | None = None
 
     def begin(self) -> CompileServer | None:
-        """The running server; starts one if there is none. None: this machine runs none."""
+        """The running server; starts one if there is none. None if no server can run on this machine."""
         if self._server is not None and self._server.running:
             return self._server
         try:

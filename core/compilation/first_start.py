@@ -1,6 +1,6 @@
 """Distinguishes the first start of a configuration, whose kernels have to be compiled, from later ones.
 
-A start that has ended leaves a mark in Triton's cache directory, so that kernels and mark are deleted together.
+A start that has completed leaves a mark in Triton's cache directory, so that kernels and mark are deleted together.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ FUNCTION_LOCAL = "<locals>"
 MAX_NAME = 150
 """Characters of a kernel's name in the name of its file."""
 SIZE_BYTES = 4
-"""Of the size at the beginning of an encoded job."""
+"""Bytes of the size (source_size) at the beginning of an encoded job."""
 
 
 MakeLauncher = Callable[[Any, Any], object]
