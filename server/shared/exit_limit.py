@@ -12,7 +12,7 @@ from contextlib import suppress
 from types import FrameType
 
 WARN_SECONDS = 4.0
-"""Time after which the log names what holds up the exit: less than the 5 s after which the supervisor kills it."""
+"""Time after which the log names what holds up the exit: before the supervisor kills the process, after 5 s."""
 EXIT_SECONDS = 5.0
 """Time in which a process that has nothing left to close must exit."""
 STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
