@@ -123,7 +123,8 @@ class PeerMemory:
         rank's driver lacks what this needs."""
         if self._group.ranks != 2 or size * dtype.itemsize % ALIGNMENT:
             return None
-        from engine.core.distributed.sum_exchange import Driver, SumExchange
+        from engine.core.distributed.stream_operations import Driver
+        from engine.core.distributed.sum_exchange import SumExchange
 
         driver = Driver.find(self._device)
         if not self._group.minimum(int(driver is not None)) or driver is None:

@@ -18,7 +18,6 @@ long: the exchange that had it before ended before the last but one began.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.core.distributed.partial_sum import PartialSum
+from engine.core.distributed.stream_operations import WAIT, WRITE, Driver, batch, current_stream
 from engine.core.errors import ExecutorError
 
 if TYPE_CHECKING:
@@ -38,25 +38,6 @@ MIN_ROWS = 2048
 """Smaller sums are not split: two small GEMMs take longer than one, and the waits cost more than they hide."""
 CHUNK_MULTIPLE = 128
 """Rows of a tile of the GEMMs: a chunk of other sizes computes tiles in part."""
-_WAIT, _WRITE = 1, 2
-"""CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32."""
-_EQUAL = 1
-"""CU_STREAM_WAIT_VALUE_EQ."""
-_NO_TIMING = 2
-"""CU_EVENT_DISABLE_TIMING."""
-
-
-class _MemOp(ctypes.Structure):
-    """CUstreamBatchMemOpParams: a wait for a 32-bit number, or a write of one."""
-
-    _fields_ = (
-        ("operation", ctypes.c_uint),
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint),
-        ("alias", ctypes.c_uint64),
-        ("pad", ctypes.c_uint64),
-    )
 
 
 class ExchangedSum(PartialSum):
@@ -162,10 +143,10 @@ class SumExchange:
         self._ready = [self._driver.event() for _ in range(BUFFERS)]
         self._sent = [self._driver.event() for _ in range(BUFFERS)]
         self._all_read, self._all_freed = self._driver.event(), self._driver.event()
-        self._arrival = [_batch([(_WAIT, address, 1)]) for address in self._own_arrived]
-        self._forget = [_batch([(_WRITE, address, 0)]) for address in self._own_arrived]
-        self._take = [_batch([(_WAIT, address, 1), (_WRITE, address, 0)]) for address in self._own_free]
-        self._announce = [_batch([(_WRITE, address, 1)]) for address in self._other_arrived]
+        self._arrival = [batch([(WAIT, address, 1)]) for address in self._own_arrived]
+        self._forget = [batch([(WRITE, address, 0)]) for address in self._own_arrived]
+        self._take = [batch([(WAIT, address, 1), (WRITE, address, 0)]) for address in self._own_free]
+        self._announce = [batch([(WRITE, address, 1)]) for address in self._other_arrived]
         self._free_and_take = cache(self._free_and_take_operations)
         self._in_progress: list[ExchangedSum] = []
         self._read: list[int] = []
@@ -194,7 +175,7 @@ class SumExchange:
         slot, self._next = self._next, (self._next + 1) % BUFFERS
         driver, side, ready = self._driver, self._side, self._ready[slot]
         nbytes = addend.nbytes
-        failed = driver.record(ready, _current_stream(self._index)) or driver.wait_event(side, ready, 0)
+        failed = driver.record(ready, current_stream(self._index)) or driver.wait_event(side, ready, 0)
         if torch.cuda.is_current_stream_capturing():
             failed = (
                 failed
@@ -220,7 +201,7 @@ class SumExchange:
         """As ExchangedSum.receive: the other rank's addend. Sums that were started before are computed first."""
         while self._in_progress[0] is not started:
             self._in_progress[0].settle()
-        slot, stream = started.slot, _current_stream(self._index)
+        slot, stream = started.slot, current_stream(self._index)
         # The copy to the other rank must end before the addend's memory changes. First, so that the wait for the other
         # rank cannot hold up what the other rank waits for, should both streams share a queue of the device.
         self._check(self._driver.wait_event(stream, self._sent[slot], 0) or self._run(stream, self._arrival[slot]))
@@ -231,7 +212,7 @@ class SumExchange:
         del self._in_progress[0]
         self._read.append(received.slot)
         if not self._in_progress:
-            self._end(_current_stream(self._index))
+            self._end(current_stream(self._index))
 
     def _end(self, stream: int) -> None:
         """Free all buffers, since the next exchange may be that of a CUDA graph, which frees its own only."""
@@ -253,11 +234,11 @@ class SumExchange:
     def _free_and_take_operations(self, slot: int | None, read: tuple[int, ...]) -> Any:
         """Operations that let the other rank copy again to the buffers in `read`, and wait for its buffer `slot`."""
         operations = [
-            one for each in read for one in ((_WRITE, self._own_arrived[each], 0), (_WRITE, self._other_free[each], 1))
+            one for each in read for one in ((WRITE, self._own_arrived[each], 0), (WRITE, self._other_free[each], 1))
         ]
         if slot is not None:
-            operations += [(_WAIT, self._own_free[slot], 1), (_WRITE, self._own_free[slot], 0)]
-        return _batch(operations)
+            operations += [(WAIT, self._own_free[slot], 1), (WRITE, self._own_free[slot], 0)]
+        return batch(operations)
 
     def _free_captured(self) -> int:
         """Let the other rank copy again to the buffers that were read, by operations that a graph can hold."""
@@ -282,63 +263,3 @@ class SumExchange:
             raise ExecutorError(
                 f"rank {group.rank} of {group.ranks}: an exchange of addends failed: CUDA error {failed}"
             )
-
-
-def _current_stream(index: int) -> int:
-    return torch._C._cuda_getCurrentRawStream(index)
-
-
-def _batch(operations: Sequence[tuple[int, int, int]]) -> Any:
-    """An array of memory operations: (_WAIT or _WRITE, address, number)."""
-    array = (_MemOp * len(operations))()
-    for one, (operation, address, value) in zip(array, operations, strict=True):
-        one.operation, one.address, one.value = operation, address, value
-        one.flags = _EQUAL if operation == _WAIT else 0
-    return array
-
-
-class Driver:
-    """The few functions of the CUDA driver that torch does not have. They return 0, or the number of an error."""
-
-    def __init__(self) -> None:
-        """Raises OSError where there is no CUDA driver, and AttributeError for one that is too old."""
-        from engine.ops.common.cuda_driver import open_driver
-
-        library = open_driver()
-        handle, number, address = ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint64
-
-        def function(name: str, *arguments: Any) -> Callable[..., int]:
-            found = getattr(library, name)
-            found.argtypes = arguments
-            return found  # type: ignore[no-any-return]
-
-        self.memory_operations = function("cuStreamBatchMemOp_v2", handle, number, ctypes.c_void_p, number)
-        """Stream, number of operations, their array, 0."""
-        self.copy = function("cuMemcpyAsync", address, address, ctypes.c_size_t, handle)
-        """Target, source, bytes, stream."""
-        self.record = function("cuEventRecord", handle, handle)
-        """Event, stream."""
-        self.wait_event = function("cuStreamWaitEvent", handle, handle, number)
-        """Stream, event, 0."""
-        self._create = function("cuEventCreate", ctypes.c_void_p, number)
-
-    @classmethod
-    def find(cls, device: torch.device) -> Driver | None:
-        """The driver of a GPU, if the GPU has memory operations."""
-        try:
-            driver = cls()
-        except (OSError, AttributeError):
-            return None
-        flag = torch.zeros(1, dtype=torch.int32, device=device)
-        operations = _batch([(_WRITE, flag.data_ptr(), 1), (_WAIT, flag.data_ptr(), 1)])
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        failed = driver.memory_operations(_current_stream(index), len(operations), operations, 0)
-        return None if failed else driver
-
-    def event(self) -> int:
-        """A new event. Raises RuntimeError if the driver fails."""
-        made = ctypes.c_void_p()
-        failed = self._create(ctypes.byref(made), _NO_TIMING)
-        if failed or made.value is None:
-            raise RuntimeError(f"CUDA error {failed} in cuEventCreate")
-        return made.value

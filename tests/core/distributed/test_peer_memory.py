@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 import torch
 
-from engine.core.distributed import peer_memory, sum_exchange
+from engine.core.distributed import peer_memory, stream_operations
 from engine.core.distributed.peer_memory import PeerMemory
 from engine.testing.ranks import LoneRank
 
@@ -82,9 +82,9 @@ def test_sums_are_not_exchanged_by_more_ranks_or_without_a_driver(
     shared: type[Shared], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = make(0)
-    monkeypatch.setattr(sum_exchange.Driver, "find", lambda device: None)
+    monkeypatch.setattr(stream_operations.Driver, "find", lambda device: None)
     assert memory.sum_exchange(4096, 64, torch.bfloat16) is None
-    monkeypatch.setattr(sum_exchange.Driver, "find", lambda device: pytest.fail("must not be asked"))
+    monkeypatch.setattr(stream_operations.Driver, "find", lambda device: pytest.fail("must not be asked"))
     assert memory.sum_exchange(4096, 65, torch.bfloat16) is None, "rows are not aligned"
     memory._group = LoneRank(0, 4)
     assert memory.sum_exchange(4096, 64, torch.bfloat16) is None

@@ -2,109 +2,43 @@
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from engine.core.distributed import sum_exchange
-from engine.core.distributed.sum_exchange import BUFFERS, Driver, SumExchange
+from engine.core.distributed.sum_exchange import BUFFERS, SumExchange
 from engine.core.errors import ExecutorError
-from engine.testing.ranks import LoneRank
+from tests.core.distributed.immediate_driver import Allocate, ImmediateDriver, Meeting, on_ranks, patch_streams
 
 SIZE, MAX_ROWS = 8, 4096
 CPU = torch.device("cpu")
 
 
-class ImmediateDriver:
-    """Runs each operation when it is launched; a wait sleeps until another thread has set the flag."""
-
-    def memory_operations(self, stream: int, count: int, operations: Any, flags: int) -> int:
-        assert len(operations) == count
-        for one in operations:
-            flag = ctypes.c_int32.from_address(one.address)
-            if one.operation == sum_exchange._WRITE:
-                flag.value = one.value
-                continue
-            deadline = time.monotonic() + 30
-            while flag.value != one.value:
-                assert time.monotonic() < deadline, "the other rank never set the flag"
-                time.sleep(0.0001)
-        return 0
-
-    def copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
-        ctypes.memmove(target, source, nbytes)
-        return 0
-
-    def event(self) -> int:
-        return 0
-
-    def record(self, event: int, stream: int) -> int:
-        return 0
-
-    def wait_event(self, stream: int, event: int, flags: int) -> int:
-        return 0
-
-
-class ImmediateResult:
-    """A driver whose memory operations have a result."""
-
-    def __init__(self, result: int) -> None:
-        self.memory_operations = lambda *given: result
-
-
-class Meeting(LoneRank):
-    """A rank that waits for the other one."""
-
-    def __init__(self, rank: int, barrier: Barrier) -> None:
-        super().__init__(rank, 2)
-        self._barrier = barrier
-
-    def minimum(self, number: int) -> int:
-        self._barrier.wait(30)
-        return number
-
-
 @pytest.fixture(params=[False, True], ids=["eager", "captured"])
 def immediate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sum_exchange, "_current_stream", lambda index: 1)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=2))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: request.param)
+    patch_streams(monkeypatch, captures=request.param)
 
 
 def on_both(work: Callable[[SumExchange, int], Any]) -> list[Any]:
     """Run `work` on two ranks, each a thread."""
-    memories: dict[int, torch.Tensor] = {}
-    barrier = Barrier(2)
 
-    def run(rank: int) -> Any:
-        def allocate(nbytes: int) -> tuple[torch.Tensor, list[int]]:
-            memories[rank] = torch.full((nbytes,), 7, dtype=torch.uint8)
-            barrier.wait(30)
-            return memories[rank], [memories[each].data_ptr() for each in range(2)]
-
-        group = Meeting(rank, barrier)
+    def run(group: Meeting, allocate: Allocate) -> Any:
         driver: Any = ImmediateDriver()
         settings: dict[str, Any] = {"max_rows": MAX_ROWS, "size": SIZE, "dtype": torch.bfloat16}
         exchange = SumExchange(driver, group, allocate, torch.device("cpu", 0), **settings)
-        found = work(exchange, rank)
-        barrier.wait(30)
+        found = work(exchange, group.rank)
+        group.minimum(0)
         flags = exchange._memory[BUFFERS * exchange._nbytes :].view(torch.int32)
         assert flags[: 2 * BUFFERS].tolist() == [0] * BUFFERS + [1] * BUFFERS, "all buffers are free again"
         return found
 
-    with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(run, range(2)))
+    return on_ranks(2, run)
 
 
 def addends(rank: int, count: int, rows: int) -> list[torch.Tensor]:
@@ -195,21 +129,6 @@ def test_error_of_the_driver_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> 
             exchange.start(addends(rank, 1, 4)[0])
 
     on_both(work)
-
-
-def test_driver_without_memory_operations_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sum_exchange, "_current_stream", lambda index: 1)
-
-    def missing(name: str) -> Any:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert Driver.find(torch.device("cpu", 0)) is None
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuMemcpyAsync=SimpleNamespace()))
-    assert Driver.find(torch.device("cpu", 0)) is None, "it is too old"
-    for result, usable in ((801, False), (0, True)):
-        monkeypatch.setattr(Driver, "__init__", lambda self, result=result: ImmediateResult.__init__(self, result))
-        assert (Driver.find(torch.device("cpu", 0)) is not None) == usable
 
 
 PROCESS = """
