@@ -236,7 +236,9 @@ class QuantConformance(ExpertsConformance):
             self._close(found, total.double().cpu(), f"the sum of {what}", 0.0)
             y = fused.apply(made, layer.weights, None)
             self._close(y, layer(normed).double().cpu(), f"the norm of {what}")
-            self._check_sum(layer, fused, x, up, residual, norm_weight)
+            for count in (2, 4):
+                addends = [x, up, *(self.x(rows, seed=seed) for seed in (3, 4))][:count]
+                self._check_sum(layer, fused, addends, residual, norm_weight)
         gated = torch.cat((x, up), -1)
         y = fused.apply(fused.activate_and_quantize(gated, layer.weights), layer.weights, None)
         self._close(y, layer(silu_and_mul(gated)).double().cpu(), f"the activation of {rows} rows")
@@ -245,18 +247,24 @@ class QuantConformance(ExpertsConformance):
         self,
         layer: Linear,
         fused: FusedInputQuantization,
-        x: torch.Tensor,
-        other: torch.Tensor,
+        addends: Sequence[torch.Tensor],
         residual: torch.Tensor | None,
         norm_weight: torch.Tensor,
     ) -> None:
-        """The addends of two ranks are added as by an operation of its own."""
+        """The addends of several ranks are added as by operations of their own, and not overwritten."""
         theirs, ours = (None if residual is None else residual.clone() for _ in range(2))
-        made, total = fused.norm_and_quantize(x + other, theirs, norm_weight, EPS, layer.weights)
+        summed = addends[0].float()
+        for addend in addends[1:]:
+            summed = summed + addend
+        made, total = fused.norm_and_quantize(summed.to(addends[0].dtype), theirs, norm_weight, EPS, layer.weights)
         expected = fused.apply(made, layer.weights, None)
-        made, found = fused.sum_norm_and_quantize(x.clone(), other, ours, norm_weight, EPS, layer.weights)
-        self._close(found, total.double().cpu(), "the sum of two addends", 0.0)
-        self._close(fused.apply(made, layer.weights, None), expected.double().cpu(), "the norm of two addends")
+        given = [addend.clone() for addend in addends]
+        made, found = fused.sum_norm_and_quantize(given, ours, norm_weight, EPS, layer.weights)
+        what = f"{len(addends)} addends"
+        self._close(found, total.double().cpu(), f"the sum of {what}", 0.0)
+        self._close(fused.apply(made, layer.weights, None), expected.double().cpu(), f"the norm of {what}")
+        for one, addend in zip(given, addends, strict=True):
+            self._close(one, addend.double().cpu(), f"one of {what} after the call", 0.0)
 
     def test_wrong_shapes_are_refused(self, tmp_path: Path) -> None:
         """Each tensor, one longer than expected in one dimension, is refused by name."""

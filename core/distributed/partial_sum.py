@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from engine.core.distributed.rank_group import RankGroup
     from engine.core.distributed.sum_exchange import ExchangedSum
 
@@ -18,6 +17,19 @@ NOT_A_TENSOR = "a PartialSum is one rank's addend, not a tensor; pass it to a no
 
 class NotATensorError(TypeError, AttributeError):
     """A partial sum was used as a tensor: by an operation, or for an attribute."""
+
+
+def sum_addends(addends: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of tensors of one dtype in their order, computed in float32 and rounded once.
+
+    out: memory for the sum, which may be an addend's. None: new memory.
+    """
+    if len(addends) == 2:
+        return torch.add(*addends, out=out)  # which computes in float32, too
+    total = addends[0].float()
+    for addend in addends[1:]:
+        total = total + addend
+    return total.to(addends[0].dtype) if out is None else out.copy_(total)
 
 
 class PartialSum:
@@ -57,8 +69,25 @@ class PartialSum:
         raise NotATensorError(f"{name}: {NOT_A_TENSOR}")
 
 
+class ReceivedSum(PartialSum):
+    """A partial sum whose addends of all ranks this rank receives, so that a norm can add them."""
+
+    __slots__ = ()
+
+    def receive(self) -> Sequence[torch.Tensor]:
+        """All ranks' addends. The caller adds them in this order, rounding once, before it calls `release`; a sum of
+        the same rows is the same on all ranks. The current stream waits for the other ranks, not the host.
+
+        A single tensor is the sum already; there is nothing to release then.
+        """
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Let the other ranks send again, once the current stream has done what was launched before."""
+
+
 class SplitSum(PartialSum):
-    """A partial sum in chunks of rows, whose exchange with the other rank is in progress next to computation."""
+    """A partial sum in chunks of rows, whose exchange with the other ranks is in progress next to computation."""
 
     __slots__ = ("chunks",)
 

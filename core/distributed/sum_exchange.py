@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.core.distributed.partial_sum import PartialSum
+from engine.core.distributed.partial_sum import ReceivedSum, sum_addends
 from engine.core.distributed.stream_operations import WAIT, WRITE, Driver, batch, current_stream
 from engine.core.errors import ExecutorError
 
@@ -40,12 +40,17 @@ CHUNK_MULTIPLE = 128
 """Rows of a tile of the GEMMs: a chunk of other sizes computes tiles in part."""
 
 
-class ExchangedSum(PartialSum):
+def first_rows(rows: int) -> int:
+    """Number of rows in the first of two chunks."""
+    return -(-rows // (2 * CHUNK_MULTIPLE)) * CHUNK_MULTIPLE
+
+
+class ExchangedSum(ReceivedSum):
     """Rows of a partial sum whose exchange with the other rank has started."""
 
     __slots__ = ("_exchange", "_is_pending", "_sum", "slot")
 
-    def __init__(self, addend: torch.Tensor, group: RankGroup, exchange: SumExchange, slot: int) -> None:
+    def __init__(self, addend: torch.Tensor, group: RankGroup, exchange: SumExchange | None, slot: int) -> None:
         """slot: the number of the receive buffer; -1: the rank is alone, and nothing is exchanged."""
         super().__init__(addend, group)
         self.slot = slot
@@ -53,35 +58,30 @@ class ExchangedSum(PartialSum):
         self._is_pending = slot >= 0
         self._sum: torch.Tensor | None = None if self._is_pending else addend
 
-    def receive(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Both ranks' addends, which the caller adds, rounding once, before it calls `release`. The current stream
-        waits for the other rank, not the host.
-
-        The second is None if the first is the sum already; there is nothing to release then.
-        """
-        if self._sum is not None:
-            return self._sum, None
-        return self._addend, self._exchange.receive(self)
+    def receive(self) -> Sequence[torch.Tensor]:
+        if self._sum is not None or self._exchange is None:
+            return [self._addend if self._sum is None else self._sum]
+        return self._exchange.receive(self)
 
     def release(self) -> None:
-        """Let the other rank send again, once the current stream has done what was launched before."""
         self._is_pending = False
-        self._exchange.release(self)
+        if self._exchange is not None:
+            self._exchange.release(self)
 
     def reduce(self) -> torch.Tensor:
         """The sum over both ranks, in the addend's memory. May be called again."""
-        one, other = self.receive()
-        if other is not None:
-            self._sum = one.add_(other)
-            self.release()
-        return one
+        return self._add(self._addend)
 
     def settle(self) -> None:
         """Compute the sum now, in new memory, so that another exchange can start."""
-        one, other = self.receive()
-        if other is not None:
-            self._sum = one + other
+        self._add(None)
+
+    def _add(self, out: torch.Tensor | None) -> torch.Tensor:
+        """The sum, computed in `out`, or new memory, if it is not there yet."""
+        if self._sum is None:
+            self._sum = sum_addends(self.receive(), out)
             self.release()
+        return self._sum
 
     def withdraw(self) -> torch.Tensor:
         """This rank's addend, which then is part of another sum; instead of `reduce`."""
@@ -112,7 +112,7 @@ class SumExchange:
         self.size = size
         self.dtype = dtype
         self.is_alone = False
-        rows = self._first_rows(max_rows)
+        rows = first_rows(max_rows)
         row = size * dtype.itemsize
         self._nbytes = -(-rows * row // 256) * 256
         memory, addresses = allocate(BUFFERS * self._nbytes + 256)
@@ -159,11 +159,7 @@ class SumExchange:
 
     def split(self, rows: int) -> int | None:
         """Number of rows in the first of two chunks. None: too few rows, or too many."""
-        return self._first_rows(rows) if MIN_ROWS <= rows <= self.max_rows else None
-
-    @staticmethod
-    def _first_rows(rows: int) -> int:
-        return -(-rows // (2 * CHUNK_MULTIPLE)) * CHUNK_MULTIPLE
+        return first_rows(rows) if MIN_ROWS <= rows <= self.max_rows else None
 
     def start(self, addend: torch.Tensor) -> ExchangedSum:
         """Send rows to the other rank: [rows, size], once the current stream has computed them."""
@@ -197,15 +193,15 @@ class SumExchange:
         self._in_progress.append(started)
         return started
 
-    def receive(self, started: ExchangedSum) -> torch.Tensor:
-        """As ExchangedSum.receive: the other rank's addend. Sums that were started before are computed first."""
+    def receive(self, started: ExchangedSum) -> list[torch.Tensor]:
+        """As ExchangedSum.receive. Sums that were started before are computed first."""
         while self._in_progress[0] is not started:
             self._in_progress[0].settle()
         slot, stream = started.slot, current_stream(self._index)
         # The copy to the other rank must end before the addend's memory changes. First, so that the wait for the other
         # rank cannot hold up what the other rank waits for, should both streams share a queue of the device.
         self._check(self._driver.wait_event(stream, self._sent[slot], 0) or self._run(stream, self._arrival[slot]))
-        return self._received[slot][: len(started.addend)]
+        return [started.addend, self._received[slot][: len(started.addend)]]
 
     def release(self, received: ExchangedSum) -> None:
         """As ExchangedSum.release."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ class CheckedFusedInputQuantization:
             wrong = tensor_error(result[1], tuple(x.shape), (spec.dtype,), x.device)
             return wrong and f"as the next residual {wrong}"
 
+        def summed_and_normed(result: object, addends: Sequence[torch.Tensor], *others: object) -> str | None:
+            return normed(result, addends[0])
+
         def activated(result: object, *arguments: object) -> str | None:
             return None if isinstance(result, QuantizedActivation) else f"{describe(result)}, not a QuantizedActivation"
 
@@ -48,7 +51,7 @@ class CheckedFusedInputQuantization:
         self.supports_rows = _checked(fused, "supports_rows", decided, checks, layer)
         self.fuses_quantized_gating = _checked(fused, "fuses_quantized_gating", decided, checks, layer)
         self.norm_and_quantize = _checked(fused, "norm_and_quantize", normed, checks, layer)
-        self.sum_norm_and_quantize = _checked(fused, "sum_norm_and_quantize", normed, checks, layer)
+        self.sum_norm_and_quantize = _checked(fused, "sum_norm_and_quantize", summed_and_normed, checks, layer)
         self.activate_and_quantize = _checked(fused, "activate_and_quantize", activated, checks, layer)
         self.apply = _checked(fused, "apply", _result_check(spec, outputs), checks, layer)
         gated = _result_check(spec, outputs // 2)

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 
 from engine.core.attention.base import HeadRotation
 from engine.core.autotune.op import AutotunedCall, Operands
-from engine.core.distributed.partial_sum import PartialSum, SplitSum
-from engine.core.distributed.sum_exchange import ExchangedSum
+from engine.core.distributed.partial_sum import PartialSum, ReceivedSum, SplitSum
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import torch_dtype
 from engine.core.layers.embedding import VocabParallelEmbedding
@@ -62,8 +61,8 @@ class FusedRMSNorm(RMSNorm):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As RMSNorm; x + residual overwrites `residual`."""
         if isinstance(x, PartialSum):
-            if isinstance(x, ExchangedSum):
-                return self._of_exchanged(x, residual)
+            if isinstance(x, ReceivedSum):
+                return self._of_received(x, residual)
             buffers = self._buffers_for(x)
             if buffers is not None:
                 return all_reduce_rms_norm(x.addend, residual, self.weight, self.eps, buffers)
@@ -75,8 +74,8 @@ class FusedRMSNorm(RMSNorm):
     ) -> tuple[TensorOrQuantized, torch.Tensor]:
         """As RMSNorm; x + residual overwrites `residual`. A norm whose kernel reduces does not quantize."""
         if isinstance(x, PartialSum):
-            if isinstance(x, ExchangedSum):
-                return self._of_exchanged_for(linear, x, residual)
+            if isinstance(x, ReceivedSum):
+                return self._of_received_for(linear, x, residual)
             if self._buffers_for(x) is not None:
                 return self(x, residual)
             x = x.reduce()
@@ -85,25 +84,25 @@ class FusedRMSNorm(RMSNorm):
             return self(x, residual)
         return fused.norm_and_quantize(x, residual, self.weight, self.eps, linear.weights)
 
-    def _of_exchanged(self, x: ExchangedSum, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of the sum of both ranks' addends, which the kernel adds."""
-        one, other = x.receive()
-        made = add_rms_norm(one, residual, self.weight, self.eps, other)
-        if other is not None:
+    def _of_received(self, x: ReceivedSum, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of the sum of all ranks' addends, which the kernel adds."""
+        first, *others = x.receive()
+        made = add_rms_norm(first, residual, self.weight, self.eps, others)
+        if others:
             x.release()
         return made
 
-    def _of_exchanged_for(
-        self, linear: Linear, x: ExchangedSum, residual: torch.Tensor | None
+    def _of_received_for(
+        self, linear: Linear, x: ReceivedSum, residual: torch.Tensor | None
     ) -> tuple[TensorOrQuantized, torch.Tensor]:
-        """As _of_exchanged, quantized for `linear` where its kernel can."""
+        """As _of_received, quantized for `linear` where its kernel can."""
         fused = self._quantization_for(linear, x.addend)
         if fused is None:
-            return self._of_exchanged(x, residual)
-        one, other = x.receive()
-        if other is None:
-            return fused.norm_and_quantize(one, residual, self.weight, self.eps, linear.weights)
-        made = fused.sum_norm_and_quantize(one, other, residual, self.weight, self.eps, linear.weights)
+            return self._of_received(x, residual)
+        addends = x.receive()
+        if len(addends) == 1:
+            return fused.norm_and_quantize(addends[0], residual, self.weight, self.eps, linear.weights)
+        made = fused.sum_norm_and_quantize(addends, residual, self.weight, self.eps, linear.weights)
         x.release()
         return made
 

@@ -200,18 +200,20 @@ class FusedInputQuantization(ABC):
 
     def sum_norm_and_quantize(
         self,
-        x: torch.Tensor,
-        other: torch.Tensor,
+        addends: Sequence[torch.Tensor],
         residual: torch.Tensor | None,
         norm_weight: torch.Tensor,
         eps: float,
         weights: Mapping[str, torch.Tensor],
     ) -> tuple[QuantizedActivation, torch.Tensor]:
-        """As `norm_and_quantize` of x + other, rounded to their dtype; x may be overwritten, `other` not.
+        """As `norm_and_quantize` of the sum of `addends`, computed in float32 and rounded once to their dtype.
 
-        x and other are the addends of two ranks. Override it in a kernel that adds them, too.
+        addends: 2 to 4 tensors [rows, in_features], one of each rank; not overwritten. They are added in their order,
+        so that all ranks have the same sum to the last bit. Override it in a kernel that adds them, too.
         """
-        return self.norm_and_quantize(x.add_(other), residual, norm_weight, eps, weights)
+        from engine.core.distributed.partial_sum import sum_addends
+
+        return self.norm_and_quantize(sum_addends(addends), residual, norm_weight, eps, weights)
 
     @abstractmethod
     def activate_and_quantize(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> QuantizedActivation:

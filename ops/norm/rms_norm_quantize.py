@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,7 @@ from engine.ops.activation.quantize_rows import (
 )
 from engine.ops.common.launch import dependent_launch_of_rows, release, wait
 from engine.ops.common.limits import max_quantized
-from engine.ops.norm.rms_norm import add_norm, norm_tile
+from engine.ops.norm.rms_norm import add_norm, memory_of_sum, norm_tile, padded
 
 
 @triton.jit(do_not_specialize=["rows", "scale_stride"])
@@ -29,7 +31,9 @@ def _norm_quantize_kernel(
     scales,
     residual,
     x,
-    other,
+    second,
+    third,
+    fourth,
     weight,
     given,
     rows,
@@ -38,7 +42,7 @@ def _norm_quantize_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    HAS_OTHER: tl.constexpr,
+    ADDENDS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     LIMIT: tl.constexpr,
     INT8: tl.constexpr,
@@ -58,7 +62,7 @@ def _norm_quantize_kernel(
     if STATIC_SCALE:
         scale *= tl.load(given)
     wait(PDL)
-    normed = add_norm(x, other, residual, place, mask, factor, eps, SIZE, HAS_OTHER, HAS_RESIDUAL)
+    normed = add_norm(x, second, third, fourth, residual, place, mask, factor, eps, SIZE, ADDENDS, HAS_RESIDUAL)
     # Rounded as if the norm had been stored, so that quantized values equal those of two separate kernels.
     values = clamped(normed.to(x.dtype.element_ty).to(tl.float32), MAX)
     if PER_BLOCK:
@@ -96,17 +100,17 @@ def add_rms_norm_quantize(
     *,
     scale: torch.Tensor | None = None,
     scaling: Scaling = PER_ROW,
-    other: torch.Tensor | None = None,
+    others: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantized values and scales of add_rms_norm's result, as quantize_rows computes them, and the sum x + residual.
 
-    x, residual: [rows, size] of one 16-bit dtype; weight: [size]. The sum overwrites `residual`; without one it is x
-    itself. dtype, scale, scaling: as in quantize_rows; other: as in add_rms_norm.
+    x, residual: [rows, size] of one 16-bit dtype; weight: [size]. The sum and `others` are as in
+    add_rms_norm; dtype, scale, scaling as in quantize_rows.
     """
     if not x.is_contiguous():
         x = x.contiguous()
     rows, size = x.shape
-    total = x if residual is None else residual if residual.is_contiguous() else residual.contiguous()
+    total = memory_of_sum(x, residual, others)
     codes, scales = empty_quantized(rows, size, dtype, x.device, per_block=scaling.per_block)
     if rows:
         block, per_program, warps = norm_tile(size, rows)
@@ -115,7 +119,7 @@ def add_rms_norm_quantize(
             scales,
             total,
             x,
-            x if other is None else other,
+            *padded(x, others),
             weight,
             scales if scale is None else scale,
             rows,
@@ -124,7 +128,7 @@ def add_rms_norm_quantize(
             SIZE=size,
             BLOCK=block,
             ROWS=per_program,
-            HAS_OTHER=other is not None,
+            ADDENDS=1 + len(others),
             HAS_RESIDUAL=residual is not None,
             LIMIT=max_quantized(dtype),
             INT8=dtype == torch.int8,

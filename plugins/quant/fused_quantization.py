@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -53,24 +53,24 @@ class NormAndActivationQuantization(FusedInputQuantization):
         norm_weight: torch.Tensor,
         eps: float,
         weights: Mapping[str, torch.Tensor],
-        other: torch.Tensor | None = None,
+        others: Sequence[torch.Tensor] = (),
     ) -> tuple[QuantizedRows, torch.Tensor]:
         matmul, scale = self._matmul, weights.get("input_scale")
         values, scales, total = add_rms_norm_quantize(
-            x, residual, norm_weight, eps, matmul.weight_dtype, scale=scale, scaling=matmul.scaling, other=other
+            x, residual, norm_weight, eps, matmul.weight_dtype, scale=scale, scaling=matmul.scaling, others=others
         )
         return QuantizedRows(values, scales), total
 
     def sum_norm_and_quantize(
         self,
-        x: torch.Tensor,
-        other: torch.Tensor,
+        addends: Sequence[torch.Tensor],
         residual: torch.Tensor | None,
         norm_weight: torch.Tensor,
         eps: float,
         weights: Mapping[str, torch.Tensor],
     ) -> tuple[QuantizedRows, torch.Tensor]:
-        return self.norm_and_quantize(x, residual, norm_weight, eps, weights, other)
+        x, *others = addends
+        return self.norm_and_quantize(x, residual, norm_weight, eps, weights, others)
 
     def activate_and_quantize(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> QuantizedRows:
         matmul, scale = self._matmul, weights.get("input_scale")

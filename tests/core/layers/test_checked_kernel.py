@@ -88,7 +88,7 @@ CALLS: dict[str, Callable[[Linear, Any], Any]] = {
     "supports_rows": lambda linear, fused: linear.fused_input_quantization(X),
     "norm_and_quantize": lambda linear, fused: fused().norm_and_quantize(X, None, X[0], 1e-6, linear.weights),
     "sum_norm_and_quantize": lambda linear, fused: fused().sum_norm_and_quantize(
-        X.clone(), X, None, X[0], 1e-6, linear.weights
+        (X, X), None, X[0], 1e-6, linear.weights
     ),
     "activate_and_quantize": lambda linear, fused: fused().activate_and_quantize(X.repeat(1, 2), linear.weights),
 }

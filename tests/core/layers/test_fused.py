@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.core.distributed import PartialSum
-from engine.core.distributed.partial_sum import SplitSum
+from engine.core.distributed.partial_sum import SplitSum, sum_addends
 from engine.core.distributed.sum_exchange import ExchangedSum
 from engine.core.layers import LayerFactory, RotarySpec
 from engine.core.layers.fused import FusedAttention
@@ -128,7 +128,7 @@ class NextLinear:
         return "made", given
 
     def sum_norm_and_quantize(self, *given: Any) -> Any:
-        return "made of two", given
+        return "made of addends", given
 
 
 def test_norm_is_quantized_for_the_next_layer() -> None:
@@ -172,28 +172,29 @@ def test_norm_of_a_partial_sum_is_quantized_unless_its_kernel_reduces() -> None:
 
 
 class Received:
-    """Stands in for a SumExchange that has received the other rank's addend."""
+    """Stands in for rank 0's SumExchange that has received the other ranks' addends."""
 
-    def __init__(self, theirs: torch.Tensor) -> None:
+    def __init__(self, *theirs: torch.Tensor) -> None:
         self.theirs = theirs
         self.released = 0
 
-    def receive(self, started: ExchangedSum) -> torch.Tensor:
-        return self.theirs
+    def receive(self, started: ExchangedSum) -> list[torch.Tensor]:
+        return [started.addend, *self.theirs]
 
     def release(self, received: ExchangedSum) -> None:
         self.released += 1
 
 
-def test_norm_adds_the_addends_of_an_exchange() -> None:
-    group = Doubling(0, 2)
+@pytest.mark.parametrize("count", [2, 4])
+def test_norm_adds_the_addends_of_an_exchange(count: int) -> None:
+    group = Doubling(0, count)
     plain, fused = both(lambda layers: layers.norm("norm", 48, 1e-5), group=group)
-    x, theirs, residual = randn(4, 48), randn(4, 48) + 2, randn(4, 48) + 1
+    x, theirs, residual = randn(4, 48), [randn(4, 48) + number for number in range(count - 1)], randn(4, 48) + 1
     for given in (residual, None):
-        expected = plain(x + theirs, given)
+        expected = plain(sum_addends([x, *theirs]), given)
         for norm in (plain, fused):
             for rows in (4, 2):  # two rows do not make a kernel of the next layer quantize
-                exchange: Any = Received(theirs[:rows])
+                exchange: Any = Received(*(each[:rows] for each in theirs))
                 old = None if given is None else given[:rows].clone()
                 exchanged = ExchangedSum(x[:rows].clone(), group, exchange, 0)
                 found = norm.quantized_for(NextLinear(), exchanged, old) if rows == 2 else norm(exchanged, old)
@@ -207,7 +208,7 @@ def test_norm_of_an_exchange_is_quantized_for_the_next_layer() -> None:
     x, theirs, residual = randn(3, 48), randn(3, 48), randn(3, 48)
     exchange: Any = Received(theirs)
     made = norm.quantized_for(NextLinear(), ExchangedSum(x, Doubling(0, 2), exchange, 0), residual)
-    assert made == ("made of two", (x, theirs, residual, norm.weight, 1e-5, "its weights"))
+    assert made == ("made of addends", ([x, theirs], residual, norm.weight, 1e-5, "its weights"))
     assert exchange.released == 1
     made = norm.quantized_for(NextLinear(), ExchangedSum(x, Doubling(0, 2), exchange, -1), residual)
     assert made == ("made", (x, residual, norm.weight, 1e-5, "its weights")), "nothing is exchanged by a rank alone"

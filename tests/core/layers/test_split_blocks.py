@@ -38,9 +38,9 @@ class Exchange:
         self.events.append(f"start {len(addend)}")
         return ExchangedSum(addend, self.group, self, 0)  # type: ignore[arg-type]
 
-    def receive(self, started: ExchangedSum) -> torch.Tensor:
+    def receive(self, started: ExchangedSum) -> list[torch.Tensor]:
         self.events.append(f"receive {len(started.addend)}")
-        return self.group.all_reduce(started.addend.clone()) - started.addend
+        return [started.addend, self.group.all_reduce(started.addend.clone()) - started.addend]
 
     def release(self, received: ExchangedSum) -> None:
         pass

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.core.distributed.partial_sum import sum_addends
 from engine.ops.norm.rms_norm import MAX_SINGLE_ROWS, add_rms_norm
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # the interpreter cuts bfloat16 off
@@ -41,25 +42,29 @@ def test_add_rms_norm_equals_float64(rows: int, size: int, dtype: Any, device: t
     check(rows, size, dtype, device)
 
 
-def check_other(rows: int, size: int, dtype: Any, device: torch.device) -> None:
-    """A second addend is added as by an operation of its own, to the last bit."""
-    x, other, residual = (torch.randn(rows, size, device=device).to(dtype) for _ in range(3))
+def check_addends(count: int, rows: int, size: int, dtype: Any, device: torch.device) -> None:
+    """Further addends are added as by operations of their own, in their order and to the last bit."""
+    residual, *addends = (torch.randn(rows, size, device=device).to(dtype) for _ in range(1 + count))
     weight = torch.randn(size, device=device).to(dtype)
     for given in (residual, None):
-        summed = x + other
+        summed = sum_addends(addends)
         expected, expected_total = add_rms_norm(summed, None if given is None else given.clone(), weight, 1e-5)
-        ours, kept = x.clone(), other.clone()
-        out, total = add_rms_norm(ours, None if given is None else given.clone(), weight, 1e-5, other)
+        kept = [addend.clone() for addend in addends]
+        x, *others = addends
+        out, total = add_rms_norm(x, None if given is None else given.clone(), weight, 1e-5, others)
         assert torch.equal(out, expected)
         assert torch.equal(total, expected_total)
-        assert torch.equal(other, kept)
-        assert given is not None or total is ours
+        assert all(torch.equal(one, before) for one, before in zip(addends, kept, strict=True)), "overwritten"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter cuts bfloat16 off
-@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 96), (5, 1000), (MAX_SINGLE_ROWS + 3, 24)])
-def test_second_addend_is_rounded_before_the_residual(rows: int, size: int, dtype: Any, device: torch.device) -> None:
-    check_other(rows, size, dtype, device)
+@pytest.mark.parametrize(
+    ("count", "rows", "size"), [(2, 1, 64), (3, 3, 96), (4, 5, 1000), (4, MAX_SINGLE_ROWS + 3, 24)]
+)
+def test_sum_of_addends_is_rounded_before_the_residual(
+    count: int, rows: int, size: int, dtype: Any, device: torch.device
+) -> None:
+    check_addends(count, rows, size, dtype, device)
 
 
 def test_add_rms_norm_of_strided_and_more_dimensional_rows(device: torch.device) -> None:
@@ -94,5 +99,6 @@ def test_add_rms_norm_equals_float64_at_real_sizes(rows: int, size: int, dtype: 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("rows", "size"), [(512, 4096), (4096, 4096), (1024, 5120), (2048, 1024)])
-def test_second_addend_at_real_sizes(rows: int, size: int, dtype: Any, device: torch.device) -> None:
-    check_other(rows, size, dtype, device)
+@pytest.mark.parametrize("count", [2, 4])
+def test_addends_at_real_sizes(count: int, rows: int, size: int, dtype: Any, device: torch.device) -> None:
+    check_addends(count, rows, size, dtype, device)

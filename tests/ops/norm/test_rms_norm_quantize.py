@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.core.distributed.partial_sum import sum_addends
 from engine.ops.activation.quantize_rows import quantize_rows
 from engine.ops.norm import rms_norm as norm
 from engine.ops.norm.rms_norm import MAX_SINGLE_ROWS, add_rms_norm
@@ -47,28 +48,31 @@ def test_fused_kernel_equals_two_kernels(rows: int, size: int, half: Any, dtype:
     check(x, None, weight, dtype)
 
 
-def check_other(rows: int, size: int, half: Any, dtype: Any, device: torch.device) -> None:
+def check_addends(count: int, rows: int, size: int, half: Any, dtype: Any, device: torch.device) -> None:
     x, residual, weight = operands(rows, size, half, device)
-    other = torch.randn_like(x)
+    others = [torch.randn_like(x) for _ in range(count - 1)]
     for given in (residual, None):
-        expected = add_rms_norm_quantize(x + other, None if given is None else given.clone(), weight, EPS, dtype)
-        theirs = None if given is None else given.clone()
-        found = add_rms_norm_quantize(x.clone(), theirs, weight, EPS, dtype, other=other)
+        theirs, ours = (None if given is None else given.clone() for _ in range(2))
+        expected = add_rms_norm_quantize(sum_addends([x, *others]), theirs, weight, EPS, dtype)
+        found = add_rms_norm_quantize(x, ours, weight, EPS, dtype, others=others)
         for one, wanted in zip(found, expected, strict=True):
             assert torch.equal(one.view(torch.uint8), wanted.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", CODES)
-@pytest.mark.parametrize(("rows", "size"), [(3, 64), (2, 200), (5, 1000)])
-def test_second_addend_is_rounded_before_the_residual(rows: int, size: int, dtype: Any, device: torch.device) -> None:
-    check_other(rows, size, torch.float16, dtype, device)  # the interpreter cuts bfloat16 off
+@pytest.mark.parametrize(("count", "rows", "size"), [(2, 3, 64), (3, 2, 200), (4, 5, 1000)])
+def test_sum_of_addends_is_rounded_before_the_residual(
+    count: int, rows: int, size: int, dtype: Any, device: torch.device
+) -> None:
+    check_addends(count, rows, size, torch.float16, dtype, device)  # the interpreter cuts bfloat16 off
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", CODES)
 @pytest.mark.parametrize(("rows", "size"), [(512, 4096), (4096, 4096), (1024, 5120)])
-def test_second_addend_at_real_sizes(rows: int, size: int, dtype: Any, device: torch.device) -> None:
-    check_other(rows, size, torch.bfloat16, dtype, device)
+@pytest.mark.parametrize("count", [2, 4])
+def test_addends_at_real_sizes(count: int, rows: int, size: int, dtype: Any, device: torch.device) -> None:
+    check_addends(count, rows, size, torch.bfloat16, dtype, device)
 
 
 @pytest.mark.parametrize("size", [24, 600])
