@@ -1,10 +1,12 @@
-"""Prefill of two tensor-parallel ranks with sums next to computation (SumExchange) and without, in turns.
+"""Prefill of two or four tensor-parallel ranks with sums next to computation and without, in turns.
 
-    python benchmarks/overlapped_sums.py [--case llama-3.1-8b:none] [--json FILE]
+    python benchmarks/overlapped_sums.py [--case llama-3.1-8b:none] [--ranks 2] [--json FILE]
 
-"off" is one NCCL all-reduce per sum, "on" the exchange of two chunks next to computation. Each rank is a process with
-an engine for each, which plan the same steps as those of the other rank. Random weights, prompts of random tokens, one
-token out; medians of runs in turns. The log-probabilities of a few tokens are compared bit by bit.
+"off" is one NCCL all-reduce per sum, "on" sums of two chunks next to computation. Each rank is a process with an engine
+for each, which plan the same steps as those of the other ranks. Random weights, prompts of random tokens, one token
+out; medians of runs in turns. Log-probabilities of a few tokens are compared; their digest is the same on all ranks.
+
+--also-eager measures both ways with and without CUDA graphs of steps with prefill, whichever the start would choose.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ import json
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from attrs import asdict
@@ -59,11 +63,34 @@ def scores(engine: Engine, lengths: tuple[int, ...]) -> list[Any]:
     return sorted(found.items())
 
 
+def largest_difference(one: list[Any], other: list[Any]) -> float:
+    """Of log-probabilities of the same tokens at the first position of each prompt."""
+    found = [0.0]
+    for (_, ones), (_, others) in zip(one, other, strict=True):
+        right = {entry[0]: entry[1] for entry in others[0][1][0]}
+        found += [abs(entry[1] - right[entry[0]]) for entry in ones[0][1][0] if entry[0] in right]
+    return max(found)
+
+
 def graph_tokens(engine: Engine) -> int:
     """Tokens of the largest step that is replayed as CUDA graphs."""
     executor: Any = engine._executor
     graphs = executor._runner._launcher._piecewise_graphs
     return graphs.max_tokens if graphs is not None else 0
+
+
+@contextmanager
+def without_piecewise_graphs(engine: Engine, without: bool) -> Iterator[None]:
+    """Launch the kernels of steps with prefill one by one, if `without`."""
+    executor: Any = engine._executor
+    launcher = executor._runner._launcher
+    graphs = launcher._piecewise_graphs
+    try:
+        if without:
+            launcher._piecewise_graphs = None
+        yield
+    finally:
+        launcher._piecewise_graphs = graphs
 
 
 def measure_rank(arguments: argparse.Namespace) -> list[Row]:
@@ -89,33 +116,40 @@ def measure_rank(arguments: argparse.Namespace) -> list[Row]:
             if rank == 0:
                 say(f"{mode}: {time.perf_counter() - begun:.1f} s, graphs up to {graph_tokens(engines[mode])} tokens")
             rows.append(Row(metric="graphs up to", case=mode, value=graph_tokens(engines[mode]), unit="tokens"))
-        on, again, off_scores = (scores(engines[mode], SCORED) for mode in ("on", "on", "off"))
-        tokens = [[[each[0] for each in one] for _, one in given] for given in (off_scores, on)]
+        on, again, off = (scores(engines[mode], SCORED) for mode in ("on", "on", "off"))
+        tokens = [[[each[0] for each in one] for _, one in given] for given in (off, on)]
         say(
-            f"rank {rank}: log-probabilities equal: on twice {on == again}, on and off {on == off_scores};"
-            f" tokens, on and off {tokens[0] == tokens[1]}"
+            f"rank {rank}: log-probabilities equal: on twice {on == again}, on and off {on == off}, largest difference"
+            f" {largest_difference(on, off):.4f}; tokens, on and off {tokens[0] == tokens[1]};"
+            f" digest {crc32(str(on).encode()):x}"
         )
-        for name, lengths in STEPS.items():
-            times: dict[str, list[float]] = {mode: [] for mode in MODES}
-            launches: dict[str, list[float]] = {mode: [] for mode in MODES}
+        cases = {mode: (engines[mode], False) for mode in MODES}
+        if arguments.also_eager:
+            cases |= {f"{mode}, eager": (engines[mode], True) for mode in MODES}
+        for name in arguments.steps:
+            lengths = STEPS[name]
+            times: dict[str, list[float]] = {case: [] for case in cases}
+            launches: dict[str, list[float]] = {case: [] for case in cases}
             repeats = arguments.repeat if len(lengths) < 16 else max(arguments.repeat // 3, 2)
             for number in range(-1, repeats):
-                for mode in MODES[:: 1 if number % 2 else -1]:
+                for case in list(cases)[:: 1 if number % 2 else -1]:
+                    engine, eager = cases[case]
                     load = Load(name="", lengths=tuple((length, 1) for length in lengths))
-                    run = run_load(engines[mode], load, prefix=f"{name} {number}-")
+                    with without_piecewise_graphs(engine, eager):
+                        run = run_load(engine, load, prefix=f"{name} {number} {case}-")
                     if number >= 0:
-                        times[mode].append(run.seconds)
-                        launches[mode].append(run.phases.get("launch", 0.0))
-            for mode in MODES:
-                value, launch = statistics.median(times[mode]), statistics.median(launches[mode])
+                        times[case].append(run.seconds)
+                        launches[case].append(run.phases.get("launch", 0.0))
+            for case in cases:
+                value, launch = statistics.median(times[case]), statistics.median(launches[case])
                 rate = sum(lengths) / value
-                rows.append(Row(metric=f"prefill, {mode}", case=name, value=value * 1e3, unit="ms"))
-                rows.append(Row(metric=f"prefill rate, {mode}", case=name, value=rate, unit="tokens/s"))
-                rows.append(Row(metric=f"launch, {mode}", case=name, value=launch * 1e3, unit="ms"))
+                rows.append(Row(metric=f"prefill, {case}", case=name, value=value * 1e3, unit="ms"))
+                rows.append(Row(metric=f"prefill rate, {case}", case=name, value=rate, unit="tokens/s"))
+                rows.append(Row(metric=f"launch, {case}", case=name, value=launch * 1e3, unit="ms"))
                 if rank == 0:
                     say(
-                        f"{arguments.case} {name:<10} {mode:<4} {value * 1e3:8.2f} ms {rate:9,.0f}/s  best"
-                        f" {min(times[mode]) * 1e3:.2f}  launch {launch * 1e3:.1f}"
+                        f"{arguments.case} {name:<10} {case:<10} {value * 1e3:8.2f} ms {rate:9,.0f}/s  best"
+                        f" {min(times[case]) * 1e3:.2f}  launch {launch * 1e3:.1f}"
                     )
         if arguments.profile:
             for mode in MODES:
@@ -124,23 +158,29 @@ def measure_rank(arguments: argparse.Namespace) -> list[Row]:
                     say(mode)
                     print_profile(profile)
                     ran = sorted(profile.ran, key=lambda one: one.begin)
-                    middle = ran[len(ran) // 2 :][:36]
+                    middle = ran[len(ran) // 2 :][:130]
                     for one in middle:
                         begin = one.begin - middle[0].begin
                         say(f"{one.lane:>6}{begin:10.1f}{one.end - one.begin:9.1f}  {one.name[:90]}")
-        for batch in DECODED:
+        for batch in DECODED if arguments.decode else ():
             for mode in MODES:
                 step = measure_decode(engines[mode], batch, 128, 64, 2).step
                 rows.append(Row(metric=f"decode step, {mode}", case=f"batch {batch}", value=step * 1e3, unit="ms"))
+                if rank == 0:
+                    say(f"{arguments.case} decode step, batch {batch:<3} {mode:<4} {step * 1e3:8.3f} ms")
     return rows
 
 
 def main() -> None:
-    """Run both ranks and write rank 0's times."""
+    """Run the ranks and write rank 0's times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", default="llama-3.1-8b:none", metavar="MODEL:QUANT")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--profile", action="store_true", help="also print the kernels of a step")
     parser.add_argument("--repeat", type=int, default=6)
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--no-decode", dest="decode", action="store_false", help="measure prefill alone")
+    parser.add_argument("--also-eager", action="store_true", help="measure each way also without piecewise graphs")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     add_rank_options(parser)
     arguments = parser.parse_args()
@@ -150,10 +190,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         options = ["--case", arguments.case, "--repeat", str(arguments.repeat)]
         options += [f"--set={one}" for one in arguments.set] + ["--profile"] * arguments.profile
-        found = run_ranks(__file__, 2, options, Path(directory))
+        options += ["--steps", *arguments.steps]
+        options += ["--no-decode"] * (not arguments.decode) + ["--also-eager"] * arguments.also_eager
+        found = run_ranks(__file__, arguments.ranks, options, Path(directory))
     if arguments.json is not None:
         rows = [Row(**row) for row in found[0]]
-        settings = {"case": arguments.case, "given": arguments.set}
+        settings = {"case": arguments.case, "ranks": arguments.ranks, "given": arguments.set}
         write(arguments.json, report("overlapped-sums", torch.cuda.get_device_name(), rows, settings))
 
 

@@ -37,7 +37,7 @@ INPUTS = 128
 
 def rank_executor(rank: int, ranks: int, meet: str, *, exchanges: bool = True) -> type[UniprocExecutor]:
     """An executor in this process for one rank of the model. meet: path of a file that all ranks see. exchanges:
-    whether two ranks exchange the addends of large sums next to computation."""
+    whether large sums run next to computation."""
     from engine.core.distributed import Rendezvous, join
 
     class SingleRankExecutor(UniprocExecutor):

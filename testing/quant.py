@@ -239,9 +239,28 @@ class QuantConformance(ExpertsConformance):
             for count in (2, 4):
                 addends = [x, up, *(self.x(rows, seed=seed) for seed in (3, 4))][:count]
                 self._check_sum(layer, fused, addends, residual, norm_weight)
+        if fused.has_row_tensors and rows > 1:
+            self._check_row_tensors(layer, fused, x, norm_weight)
         gated = torch.cat((x, up), -1)
         y = fused.apply(fused.activate_and_quantize(gated, layer.weights), layer.weights, None)
         self._close(y, layer(silu_and_mul(gated)).double().cpu(), f"the activation of {rows} rows")
+
+    def _check_row_tensors(
+        self, layer: Linear, fused: FusedInputQuantization, x: torch.Tensor, norm_weight: torch.Tensor
+    ) -> None:
+        """Rows that two ranks quantized are those that one quantizes, in memory that the caller gives."""
+        rows = len(x)
+        whole, _ = fused.norm_and_quantize(x.clone(), None, norm_weight, EPS, layer.weights)
+        expected = fused.apply(whole, layer.weights, None)
+        parts = []
+        for part in (x[: rows // 2], x[rows // 2 :]):
+            made, _ = fused.norm_and_quantize(part.clone(), None, norm_weight, EPS, layer.weights)
+            parts.append(fused.row_tensors(made))
+            counts = [len(tensor) for tensor in parts[-1]]
+            assert set(counts) == {len(part)}, f"row_tensors() of {len(part)} rows are of {counts} rows"
+        together = [torch.cat([part.contiguous() for part in same]) for same in zip(*parts, strict=True)]
+        y = fused.apply(fused.from_row_tensors(together), layer.weights, None)
+        self._close(y, expected.double().cpu(), f"{rows} rows quantized in two parts")
 
     def _check_sum(
         self,

@@ -9,6 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     from engine.core.distributed.rank_group import RankGroup
+    from engine.core.distributed.scattered_sum import ScatteredSum
     from engine.core.distributed.sum_exchange import ExchangedSum
 
 
@@ -49,6 +50,11 @@ class PartialSum:
     def addend(self) -> torch.Tensor:
         """This rank's addend."""
         return self._addend
+
+    @property
+    def group(self) -> RankGroup:
+        """The ranks over which to sum."""
+        return self._group
 
     def __add__(self, other: PartialSum) -> PartialSum:
         """The partial sum of both: one reduction does for two."""
@@ -91,7 +97,7 @@ class SplitSum(PartialSum):
 
     __slots__ = ("chunks",)
 
-    def __init__(self, chunks: Sequence[ExchangedSum], group: RankGroup) -> None:
+    def __init__(self, chunks: Sequence[ExchangedSum | ScatteredSum], group: RankGroup) -> None:
         self.chunks = chunks
         self._group = group
 

@@ -18,6 +18,7 @@ import torch
 if TYPE_CHECKING:
     from engine.core.distributed.rank_group import RankGroup
     from engine.core.distributed.sum_exchange import SumExchange
+    from engine.core.distributed.sum_scatter import SumScatter
     from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
 
 log = logging.getLogger(__name__)
@@ -118,19 +119,24 @@ class PeerMemory:
             self._reduce_buffers[size, dtype] = buffers, memory
         return self._reduce_buffers[size, dtype][0]
 
-    def sum_exchange(self, max_rows: int, size: int, dtype: torch.dtype) -> SumExchange | None:
-        """What exchanges the addends of large sums next to computation. None: there are more than two ranks, or a
+    def sum_exchange(self, max_rows: int, size: int, dtype: torch.dtype) -> SumExchange | SumScatter | None:
+        """What sums the addends of large sums next to computation. None: there are too many ranks or too few rows, or a
         rank's driver lacks what this needs."""
-        if self._group.ranks != 2 or size * dtype.itemsize % ALIGNMENT:
-            return None
         from engine.core.distributed.stream_operations import Driver
         from engine.core.distributed.sum_exchange import SumExchange
+        from engine.core.distributed.sum_scatter import MAX_RANKS, MIN_ROWS, SumScatter
 
+        if self._group.ranks > MAX_RANKS or size * dtype.itemsize % ALIGNMENT:
+            return None
+        if self._group.ranks > 2 and max_rows < MIN_ROWS:
+            return None
         driver = Driver.find(self._device)
         if not self._group.minimum(int(driver is not None)) or driver is None:
             return None
         sizes: dict[str, Any] = {"max_rows": max_rows, "size": size, "dtype": dtype}
-        return SumExchange(driver, self._group, self._allocate, self._device, **sizes)
+        # Two ranks exchange whole addends, which moves as few bytes, in one trip.
+        made = SumExchange if self._group.ranks == 2 else SumScatter
+        return made(driver, self._group, self._allocate, self._device, **sizes)
 
     def close(self) -> None:
         """Unregister the group's name."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engine.core.device import DeviceInfo
     from engine.core.distributed.peer_memory import PeerMemory
     from engine.core.distributed.sum_exchange import SumExchange
+    from engine.core.distributed.sum_scatter import SumScatter
     from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
 
 _c10d: Any = torch._C._distributed_c10d  # torch.distributed has neither the options nor types
@@ -36,7 +37,7 @@ class RankGroup(ABC):
 
     rank: int
     ranks: int
-    sum_exchange: SumExchange | None = None
+    sum_exchange: SumExchange | SumScatter | None = None
     """Exchanges addends of many rows next to computation; None: not possible, or `open_sum_exchange` was not called."""
 
     def open_sum_exchange(  # noqa: B027  (a default)

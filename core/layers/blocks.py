@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from engine.core.distributed.partial_sum import PartialSum, SplitSum
+from engine.core.distributed.scattered_rows import whole_rows
+from engine.core.distributed.scattered_sum import scattered_chunks
 from engine.core.layers.linear import PartialLinear
+from engine.core.layers.normed_parts import NormedParts
 
 if TYPE_CHECKING:
     from engine.core.distributed.rank_group import RankGroup
     from engine.core.distributed.sum_exchange import SumExchange
+    from engine.core.distributed.sum_scatter import SumScatter
     from engine.core.layers.attention import Attention, GroupedAttention
     from engine.core.layers.linear import Linear, TensorOrQuantized
     from engine.core.layers.norm import Norm, ResidualAddition
@@ -60,7 +64,7 @@ class NormedLinear:
 class SplitOutput:
     """A PartialLinear by chunks of rows, each of which is exchanged with the other rank while later rows compute."""
 
-    def __init__(self, output: PartialLinear, group: RankGroup, exchange: SumExchange) -> None:
+    def __init__(self, output: PartialLinear, group: RankGroup, exchange: SumExchange | SumScatter) -> None:
         self.linear = output.linear
         self._output = output
         self._group = group
@@ -76,6 +80,16 @@ class SplitOutput:
     def by_chunk(self, chunks: Iterable[TensorOrQuantized]) -> SplitSum:
         """The outputs of chunks of rows. The computation of a chunk starts behind that of the one before."""
         return SplitSum([self._exchange.start(self._output(x).addend) for x in chunks], self._group)
+
+
+def normed_chunks(
+    norm: Norm | ResidualAddition, linear: Linear, hidden: SplitSum, residual: torch.Tensor | None
+) -> NormedChunks | NormedParts:
+    """The norms of a sum by chunks. linear: for which the norm is computed. residual: as for the norm."""
+    scattered = scattered_chunks(hidden)
+    if scattered is not None:
+        return NormedParts(norm, linear, scattered, residual, hidden.group)
+    return NormedChunks(norm, linear, hidden, whole_rows(residual))
 
 
 class NormedChunks:
@@ -128,7 +142,7 @@ def apply_normed(
     linear: the first layer of `inner`, which the norm is quantized for.
     """
     if isinstance(hidden, SplitSum) and isinstance(output, SplitOutput):
-        chunks = NormedChunks(norm, linear, hidden, residual)
+        chunks = normed_chunks(norm, linear, hidden, residual)
         return output.by_chunk(inner(normed) for normed in chunks), chunks.residual()
     normed, residual = norm.quantized_for(linear, hidden, residual)
     return output(inner(normed)), residual
@@ -161,7 +175,7 @@ class AttentionBlock:
         residual: may be overwritten; None counts as zeros. angles: None: queries and keys are not rotated.
         """
         if isinstance(hidden, SplitSum):
-            chunks = NormedChunks(self._norm, self._qkv, hidden, residual)
+            chunks = normed_chunks(self._norm, self._qkv, hidden, residual)
             qkv = torch.cat([self._qkv(normed) for normed in chunks])
             residual = chunks.residual()
         else:

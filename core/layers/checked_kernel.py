@@ -48,6 +48,9 @@ class CheckedFusedInputQuantization:
             return None if isinstance(result, bool) else f"{describe(result)}, not True or False"
 
         self.reads_float32_norm_weight = fused.reads_float32_norm_weight
+        self.has_row_tensors = fused.has_row_tensors
+        self.row_tensors = fused.row_tensors
+        self.from_row_tensors = fused.from_row_tensors
         self.supports_rows = _checked(fused, "supports_rows", decided, checks, layer)
         self.fuses_quantized_gating = _checked(fused, "fuses_quantized_gating", decided, checks, layer)
         self.norm_and_quantize = _checked(fused, "norm_and_quantize", normed, checks, layer)

@@ -7,7 +7,7 @@ the model's dtype. In float32 the two agree to the last digits, in 16-bit dtypes
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from engine.core.attention.base import HeadRotation
 from engine.core.autotune.op import AutotunedCall, Operands
 from engine.core.distributed.partial_sum import PartialSum, ReceivedSum, SplitSum
+from engine.core.distributed.scattered_rows import whole_rows
+from engine.core.distributed.scattered_sum import OwnRows, scattered_chunks
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import torch_dtype
 from engine.core.layers.embedding import VocabParallelEmbedding
@@ -24,6 +26,7 @@ from engine.core.layers.latent import LatentKeys
 from engine.core.layers.layer_classes import LayerClasses
 from engine.core.layers.lm_head import LMHead, VocabParallelHead
 from engine.core.layers.norm import RMSNorm
+from engine.core.layers.normed_parts import NormedParts
 from engine.core.layers.rotary import Angles, RotaryEmbedding, RotarySpec
 from engine.core.layers.skinny_linear import SkinnyGemms, SkinnyKernel
 from engine.ops.activation.act_and_mul import act_and_mul
@@ -61,24 +64,33 @@ class FusedRMSNorm(RMSNorm):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As RMSNorm; x + residual overwrites `residual`."""
         if isinstance(x, PartialSum):
+            chunks = scattered_chunks(x)
+            if chunks is not None:
+                made = NormedParts(self, None, chunks, residual, x.group)
+                return torch.cat(cast("list[torch.Tensor]", list(made))), made.residual()
+            residual = whole_rows(residual)
             if isinstance(x, ReceivedSum):
                 return self._of_received(x, residual)
             buffers = self._buffers_for(x)
             if buffers is not None:
                 return all_reduce_rms_norm(x.addend, residual, self.weight, self.eps, buffers)
             x = x.reduce()
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return add_rms_norm(x, whole_rows(residual), self.weight, self.eps)
 
     def quantized_for(
         self, linear: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
     ) -> tuple[TensorOrQuantized, torch.Tensor]:
         """As RMSNorm; x + residual overwrites `residual`. A norm whose kernel reduces does not quantize."""
         if isinstance(x, PartialSum):
+            if scattered_chunks(x) is not None:
+                return self(x, residual)
+            residual = whole_rows(residual)
             if isinstance(x, ReceivedSum):
                 return self._of_received_for(linear, x, residual)
             if self._buffers_for(x) is not None:
                 return self(x, residual)
             x = x.reduce()
+        residual = whole_rows(residual)
         fused = self._quantization_for(linear, x)
         if fused is None:
             return self(x, residual)
@@ -97,7 +109,7 @@ class FusedRMSNorm(RMSNorm):
     ) -> tuple[TensorOrQuantized, torch.Tensor]:
         """As _of_received, quantized for `linear` where its kernel can."""
         fused = self._quantization_for(linear, x.addend)
-        if fused is None:
+        if fused is None or (isinstance(x, OwnRows) and not fused.has_row_tensors):
             return self._of_received(x, residual)
         addends = x.receive()
         if len(addends) == 1:

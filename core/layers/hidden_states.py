@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.core.distributed.scattered_rows import whole_rows
 from engine.core.layers.blocks import AttentionBlock
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class StoringAttentionBlock:
     ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
         """As AttentionBlock."""
         hidden, residual = self._block(run, hidden, residual, angles)
-        self._states.store(self._layer, residual)  # now, since the next layer may overwrite it
+        self._states.store(self._layer, whole_rows(residual))  # now, since the next layer may overwrite it
         return hidden, residual
 
 
@@ -90,5 +91,5 @@ class StoringNorm:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As RMSNorm."""
         normed, total = self._norm(x, residual)
-        self._states.store(self._num_layers, total)
+        self._states.store(self._num_layers, whole_rows(total))
         return normed, total

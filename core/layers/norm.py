@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.core.distributed.partial_sum import PartialSum
+from engine.core.distributed.scattered_rows import whole_rows
 from engine.core.layers.base import Layer, TensorLayer, plain_tensor, torch_dtype
 from engine.core.quant.base import TensorSpec
 
@@ -45,6 +46,7 @@ class RMSNorm(TensorLayer):
         """
         if isinstance(x, PartialSum):
             x = x.reduce()
+        residual = whole_rows(residual)
         total = x if residual is None else x + residual
         if self.unit_offset:
             return F.rms_norm(total.float(), self.shape, self.weight, self.eps).to(total.dtype), total
@@ -124,6 +126,7 @@ def _add(x: torch.Tensor | PartialSum, residual: torch.Tensor | None) -> torch.T
     """x + residual. A partial sum x is reduced first; residual: None counts as zeros."""
     if isinstance(x, PartialSum):
         x = x.reduce()
+    residual = whole_rows(residual)
     return x if residual is None else x + residual
 
 

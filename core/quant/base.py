@@ -178,6 +178,21 @@ class FusedInputQuantization(ABC):
     """Whether `norm_and_quantize` takes a norm_weight in float32 next to x in 16 bits, as norms with an offset have it;
     if not, it is not called for those norms."""
 
+    @property
+    def has_row_tensors(self) -> bool:
+        """Whether an activation that this object quantized is a few tensors with one entry per row, each of which
+        depends on its row alone. Then several ranks can each quantize some of the rows, also fewer rows than
+        `supports_rows` accepts. All tensors together take no more memory than the rows in 16 bits."""
+        return False
+
+    def row_tensors(self, made: QuantizedActivation) -> Sequence[torch.Tensor]:
+        """The tensors of an activation: each [rows, ...]. Called only where `has_row_tensors` is True."""
+        raise NotImplementedError(f"{type(self).__name__} has no row_tensors()")
+
+    def from_row_tensors(self, tensors: Sequence[torch.Tensor]) -> QuantizedActivation:
+        """The activation of tensors like those of `row_tensors`, contiguous, of other rows."""
+        raise NotImplementedError(f"{type(self).__name__} has no from_row_tensors()")
+
     @abstractmethod
     def supports_rows(self, rows: int) -> bool:
         """Whether inputs of this many rows are quantized here. Others go to `LinearKernel.apply` as tensors."""

@@ -41,6 +41,20 @@ class GraphStart:
         """Whether steps with prefill chunks have piecewise graphs."""
         return self._captures(state) and self.config.executor.graphs != "decode" and not self.layout.states
 
+    def max_overlapped_rows(self, ranks: int) -> int:
+        """Maximum rows of sums that may run next to computation. 0: none may.
+
+        Of more than two ranks, only those of steps that may have graphs: without graphs, sums by parts of rows take the
+        host several times as long to launch as all-reduces (docs/performance.md). If the start chooses the largest step
+        with graphs, all sums may, since the start measures these launches.
+        """
+        executor, rows = self.config.executor, self.config.scheduler.max_batch_tokens
+        if ranks <= 2:
+            return rows
+        if executor.graphs in ("off", "decode") or self.layout.states:
+            return 0
+        return min(executor.max_graph_tokens or rows, rows)
+
     def make(self, state: DeviceState, max_tokens: int) -> tuple[StepGraphs, GraphCapturer | None]:
         """The graphs that the configuration, the device and the attention backend allow, and what captures them.
 

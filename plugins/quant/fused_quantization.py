@@ -43,6 +43,17 @@ class NormAndActivationQuantization(FusedInputQuantization):
         self._input_activation = input_activation
         self._activation = activation
 
+    @property
+    def has_row_tensors(self) -> bool:
+        return not self._matmul.scaling.per_block  # whose scales are stored by block
+
+    def row_tensors(self, made: QuantizedActivation) -> Sequence[torch.Tensor]:
+        rows = _rows(made)
+        return rows.values, rows.scales
+
+    def from_row_tensors(self, tensors: Sequence[torch.Tensor]) -> QuantizedRows:
+        return QuantizedRows(*tensors)
+
     def supports_rows(self, rows: int) -> bool:
         return self._supports_rows(rows)
 

@@ -103,6 +103,18 @@ class Fused(FusedInputQuantization):
         return self.kernel.apply(made.x, weights, bias)
 
 
+class ByRow(Fused):
+    """Quantizes rows that ranks can share."""
+
+    has_row_tensors = True
+
+    def row_tensors(self, made: Any) -> Any:
+        return made.x, made.x.sum(1)
+
+    def from_row_tensors(self, tensors: Any) -> Any:
+        return Made(tensors[0])
+
+
 class Preparing(Kernel):
     kind = Fused
 
@@ -360,6 +372,20 @@ class Swapped(Fused):
         return super().activate_and_quantize(torch.cat(x.chunk(2, -1)[::-1], -1), weights)
 
 
+class FirstRowAgain(ByRow):
+    """Gives back the first row in place of the last."""
+
+    def from_row_tensors(self, tensors: Any) -> Any:
+        x = tensors[0].clone()
+        x[-1] = x[0]
+        return Made(x)
+
+
+class OneScaleOfRows(ByRow):
+    def row_tensors(self, made: Any) -> Any:
+        return made.x, made.x.sum()[None]
+
+
 def preparing(fused: type[FusedInputQuantization]) -> type[LinearKernel]:
     return type("Prepared", (Preparing,), {"kind": fused})
 
@@ -406,6 +432,8 @@ FAULTS = [
     (method_of(preparing(Residual)), "test_fused_input_quantization", (17,), "the sum of 17 rows with a residual"),
     (method_of(preparing(SumAlone)), "test_fused_input_quantization", (17,), "the sum of 17 rows with a residual"),
     (method_of(preparing(Unweighted)), "test_fused_input_quantization", (2,), "the norm of 2 rows without a residual"),
+    (method_of(preparing(OneScaleOfRows)), "test_fused_input_quantization", (17,), r"8 rows are of \[8, 1\] rows"),
+    (method_of(preparing(FirstRowAgain)), "test_fused_input_quantization", (17,), "17 rows quantized in two parts"),
     (method_of(preparing(Swapped)), "test_fused_input_quantization", (2,), "the activation of 2 rows"),
     (method_of(AnyShape), "test_wrong_shapes_are_refused", (), "is not refused"),
     (method_of(Nameless), "test_wrong_shapes_are_refused", (), "is refused without its name"),

@@ -10,7 +10,18 @@ import pytest
 from engine.core.errors import CheckpointError
 from engine.core.quant.base import QuantMethod
 from engine.testing.quant import QuantConformance
-from tests.testing.quant_faults import FAULTS, Gating, Halved, Kernel, OneScale, Preparing, method_of, named
+from tests.testing.quant_faults import (
+    FAULTS,
+    ByRow,
+    Gating,
+    Halved,
+    Kernel,
+    OneScale,
+    Preparing,
+    method_of,
+    named,
+    preparing,
+)
 
 
 class TestHalved(Halved):
@@ -23,6 +34,10 @@ class TestHalvedInHalf(Halved):
 
 class TestFusedInputQuantization(Halved):
     method = method_of(Preparing)
+
+
+class TestInputQuantizationByRow(Halved):
+    method = method_of(preparing(ByRow))
 
 
 class TestGating(Halved):

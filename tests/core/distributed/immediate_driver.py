@@ -15,7 +15,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import GridExecutor
 
-from engine.core.distributed import stream_operations, sum_exchange
+from engine.core.distributed import stream_operations, sum_exchange, sum_scatter
 from engine.testing.ranks import LoneRank
 
 T = TypeVar("T")
@@ -78,7 +78,8 @@ class Meeting(LoneRank):
 
 def patch_streams(monkeypatch: pytest.MonkeyPatch, *, captures: bool) -> None:
     """Replace what needs a GPU. captures: whether the current stream is captured."""
-    monkeypatch.setattr(sum_exchange, "current_stream", lambda index: 1)
+    for module in (sum_exchange, sum_scatter):
+        monkeypatch.setattr(module, "current_stream", lambda index: 1)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: SimpleNamespace(cuda_stream=2))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

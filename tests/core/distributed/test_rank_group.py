@@ -242,17 +242,18 @@ def test_processes_on_gpus_equal_one_rank(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("graphs", ["on", "off"])
-def test_long_prompts_on_two_gpus_equal_one_rank(checkpoints: Any, tmp_path: Path, graphs: str) -> None:
-    """Sums of that many rows are exchanged next to computation."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs; torch sees {torch.cuda.device_count()}")
+def test_long_prompts_on_gpus_equal_one_rank(checkpoints: Any, tmp_path: Path, ranks: int, graphs: str) -> None:
+    """Sums of that many rows run next to computation."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs; torch sees {torch.cuda.device_count()}")
     model = checkpoints("long", "qwen3", vocab_size=517, max_position_embeddings=4096)
     settings = {"executor__device": "cuda", "model__dtype": "float32", "cache__memory": "32MiB"}
     settings |= {"model__max_len": 4096, "executor__graphs": graphs, "executor__kernels": "fused"}
-    settings |= {"scheduler__max_batch_tokens": 2560} if graphs == "on" else {}
+    settings |= {"scheduler__max_batch_tokens": 1280 * ranks} if graphs == "on" else {}
     prompts = [[(7 * row + 3 * column) % 500 for column in range(1100 + 900 * row)] for row in range(3)]
-    in_processes(2, tmp_path, model, prompts, 8, settings)
+    in_processes(ranks, tmp_path, model, prompts, 8, settings)
 
 
 def test_group_reduces_gathers_and_broadcasts() -> None:

@@ -1,0 +1,84 @@
+"""Rows of a tensor that are divided among the ranks, such as the residual between norms by parts of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch.utils._pytree import tree_map
+
+if TYPE_CHECKING:
+    from engine.core.distributed.rank_group import RankGroup
+
+T = TypeVar("T")
+
+
+class ScatteredRows:
+    """A tensor of rows in chunks, of each of which this rank has its own part.
+
+    Norms by parts of rows pass it on as the residual, and need no other rank's rows. Whatever else uses it as a tensor
+    gets all rows, by an all-gather: all ranks must do the same with it.
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor], chunks: Sequence[int], group: RankGroup) -> None:
+        """parts: this rank's rows of each chunk; chunks: the number of rows of each chunk on all ranks."""
+        self.parts = list(parts)
+        self.chunks = tuple(chunks)
+        self._group = group
+        self._whole: torch.Tensor | None = None
+
+    def as_tensor(self) -> torch.Tensor:
+        """This object, for a type checker that knows a residual as a tensor."""
+        return cast(torch.Tensor, self)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the current stream was given an all-gather of these rows."""
+        return self._whole is not None
+
+    def whole(self) -> torch.Tensor:
+        """All rows. The current stream must have waited for the norms that computed the parts."""
+        if self._whole is None:
+            found = []
+            for part, rows in zip(self.parts, self.chunks, strict=True):
+                size = part_rows(rows, self._group.ranks)
+                padding = part.new_zeros(size - len(part), part.shape[1])
+                padded = torch.cat([part, padding]) if len(padding) else part
+                found.append(self._group.all_gather(padded).flatten(0, 1)[:rows])
+            self._whole = torch.cat(found)
+        return self._whole
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch with all rows."""
+        return function(*tree_map(whole_rows, args), **tree_map(whole_rows, dict(kwargs or {})))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole(), name)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.whole()[index]
+
+    def __len__(self) -> int:
+        return sum(self.chunks)
+
+    def __add__(self, other: Any) -> torch.Tensor:
+        return torch.add(self.whole(), other)
+
+    def __mul__(self, other: Any) -> torch.Tensor:
+        return torch.mul(self.whole(), other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+def whole_rows(rows: T) -> T:
+    """A tensor, or anything else, as such; all rows of ScatteredRows."""
+    return cast(T, rows.whole()) if isinstance(rows, ScatteredRows) else rows
+
+
+def part_rows(rows: int, ranks: int) -> int:
+    """Rows per rank of a chunk of that many; the last parts may be smaller."""
+    return -(-rows // ranks)

@@ -1,0 +1,253 @@
+"""All-reduces of several ranks that run next to computation, with a norm in their middle: reduce-scatter, norm,
+all-gather, by copies of the GPUs' copy engines over NVLink.
+
+A sum comes in two chunks of rows, and each chunk has one part of its rows per rank, which owns it. Each rank copies
+part p of its addend to rank p, which adds the addends of its part, adds the residual, of which it alone has these rows,
+norms the sum, quantizes the norm if the next linear layer wants that, and copies the result to the other ranks. That is
+half as many bytes for four ranks as if each copied its whole addend to all others, less if the norm is quantized, and
+each rank norms a part of the rows only. The owner computes each row once, so that all ranks have the same result to the
+last bit.
+
+Three kinds of streams: the compute stream computes addends and waits for the norm of all rows; the norm's stream, of
+high priority, waits for the addends and norms them, next to the other chunk's computation; and a stream of copies. The
+copies of the second chunk's addend start behind those of the first chunk's norm, which is needed first.
+
+Flags are in the memory of the rank that waits for them: per chunk and other rank one that its addend has arrived, and
+one that its norm has. They are 0 or 1, and whoever waits for one clears it, so that the operations are the same in
+every step and CUDA graphs can hold them. No flag says that memory is free: a rank sends the next addend of a chunk
+behind a wait for all norms of the chunk's last sum, which their owners computed from all addends; and it sends the next
+norm of a chunk when all addends for it have arrived, which the other ranks sent behind whatever read the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.core.distributed.scattered_rows import part_rows
+from engine.core.distributed.scattered_sum import OwnRows, ScatteredSum
+from engine.core.distributed.stream_operations import WAIT, WRITE, Driver, batch, current_stream
+from engine.core.distributed.sum_exchange import ExchangedSum, first_rows
+from engine.core.errors import ExecutorError
+
+if TYPE_CHECKING:
+    from engine.core.distributed.rank_group import RankGroup
+
+MAX_RANKS = 4
+"""The norm's kernels add up to so many addends."""
+SLOTS = 2
+"""Sums in progress: one per chunk."""
+MIN_ROWS = 4096
+"""Smaller sums are not split: the waits and the gaps between copies cost more than they hide."""
+ROOM_ROWS = 256
+"""Memory of norms is a multiple of so many rows, since GEMMs load whole tiles."""
+ALIGNMENT = 256
+"""Bytes: of the beginning of each tensor in the memory of norms."""
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+class SumScatter:
+    """Sums the addends of 2 to MAX_RANKS ranks by parts of rows."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        group: RankGroup,
+        allocate: Callable[[int], tuple[torch.Tensor, Sequence[int]]],
+        device: torch.device,
+        *,
+        max_rows: int,
+        size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """As SumExchange."""
+        self._group = group
+        self.max_rows = max_rows
+        self.size = size
+        self.dtype = dtype
+        self.is_alone = False
+        rank, ranks = group.rank, group.ranks
+        self._others = [(rank + step) % ranks for step in range(1, ranks)]
+        """In the order of copies: at any time, each rank receives from another one."""
+        rows, row = first_rows(max_rows), size * dtype.itemsize
+        part = _round_up(part_rows(rows, ranks) * row, ALIGNMENT)
+        self._addend_bytes = part
+        self._norm_bytes = _round_up(rows, ROOM_ROWS) * row + 4 * ALIGNMENT
+        self._norms_at = SLOTS * (ranks - 1) * part
+        flags_at = self._norms_at + SLOTS * self._norm_bytes
+        memory, addresses = allocate(flags_at + ALIGNMENT)
+        self.nbytes = memory.nbytes
+        self._memory = memory
+        memory[flags_at:].view(torch.int32).fill_(0)
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)
+        group.minimum(0)  # a barrier: no rank sends before all flags are cleared
+        self._addresses = addresses
+        self._flags_at = flags_at
+        self._driver = driver
+        self._index = device.index if device.index is not None else torch.cuda.current_device()
+        self._norm_stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._side = self._norm_stream.cuda_stream
+        self._copy_stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copies = self._copy_stream.cuda_stream
+        events = [[driver.event() for _ in range(SLOTS)] for _ in range(4)]
+        self._ready, self._normed, self._own, self._sent = events
+        self._read = driver.event()
+        self._wait_flags = [[self._waits(slot, kind) for kind in range(2)] for slot in range(SLOTS)]
+        self._set_flags = [
+            [batch([(WRITE, self._flag(other, slot, kind, rank), 1) for other in self._others]) for kind in range(2)]
+            for slot in range(SLOTS)
+        ]
+        self._in_progress: list[ScatteredSum] = []
+        self._kept: list[Any] = [None] * SLOTS
+        """What the copies of a slot read, until they have ended."""
+
+    def _flag(self, at: int, slot: int, kind: int, source: int) -> int:
+        """Address of a flag in rank `at`'s memory. kind: 0 for an addend's, 1 for a norm's."""
+        return self._addresses[at] + self._flags_at + 4 * ((slot * 2 + kind) * self._group.ranks + source)
+
+    def _waits(self, slot: int, kind: int) -> Any:
+        own = self._group.rank
+        flags = [self._flag(own, slot, kind, other) for other in self._others]
+        return batch([(WAIT, flag, 1) for flag in flags] + [(WRITE, flag, 0) for flag in flags])
+
+    def _addend_at(self, slot: int, owner: int, source: int) -> int:
+        """Offset of the memory in which `owner` receives the addend of `source`."""
+        ranks = self._group.ranks
+        return (slot * (ranks - 1) + (source - owner - 1) % ranks) * self._addend_bytes
+
+    def supports(self, size: int, dtype: str) -> bool:
+        """Whether rows of that many numbers of this dtype can be summed."""
+        return size == self.size and getattr(torch, dtype) == self.dtype
+
+    def split(self, rows: int) -> int | None:
+        """Number of rows in the first of two chunks. None: too few rows, or too many."""
+        return first_rows(rows) if MIN_ROWS <= rows <= self.max_rows else None
+
+    def norm_stream(self) -> AbstractContextManager[Any]:
+        """Launches in the stream of norms."""
+        return torch.cuda.stream(self._norm_stream)
+
+    def start(self, addend: torch.Tensor) -> ScatteredSum | ExchangedSum:
+        """Have rows summed: [rows, size], once the current stream has computed them."""
+        if self.is_alone:
+            return ExchangedSum(addend, self._group, None, -1)
+        if len(self._in_progress) == SLOTS:
+            self._in_progress[0].settle()
+        slot = min(set(range(SLOTS)) - {one.slot for one in self._in_progress})
+        started = ScatteredSum(addend.contiguous(), self._group, self, slot)
+        self._check(self._driver.record(self._ready[slot], current_stream(self._index)))
+        self._in_progress.append(started)
+        # The second chunk's addend would delay the first chunk's norm, for which the compute stream waits first.
+        if all(one.gathered is not None for one in self._in_progress[:-1]):
+            self._send(started)
+        return started
+
+    def _send(self, started: ScatteredSum) -> None:
+        """Copy the parts of an addend to their owners."""
+        started.is_sent = True
+        driver, slot, addend, group = self._driver, started.slot, started.addend, self._group
+        part, row = part_rows(len(addend), group.ranks), self.size * self.dtype.itemsize
+        failed = driver.wait_event(self._copies, self._ready[slot], 0)
+        for other in self._others:
+            begin = min(other * part, len(addend))
+            count = min(part, len(addend) - begin)
+            target = self._addresses[other] + self._addend_at(slot, other, group.rank)
+            failed = failed or self._copy(target, addend.data_ptr() + begin * row, count * row, self._copies)
+        self._check(failed or self._set(slot, 0))
+
+    def receive(self, started: ScatteredSum) -> OwnRows:
+        """As ScatteredSum.receive."""
+        driver, slot, addend, group = self._driver, started.slot, started.addend, self._group
+        self._check(driver.wait_event(self._side, self._ready[slot], 0))
+        if not started.is_sent:
+            self._send(started)
+        self._check(self._run(self._side, self._wait_flags[slot][0]))
+        count = started.end - started.begin
+        addends = []
+        for source in range(group.ranks):
+            if source == group.rank:
+                addends.append(addend[started.begin : started.end])
+                continue
+            begin = self._addend_at(slot, group.rank, source)
+            memory = self._memory[begin : begin + count * self.size * self.dtype.itemsize]
+            addends.append(memory.view(self.dtype).view(count, self.size))
+        return OwnRows(addend, group, addends)
+
+    def order_norms_behind_current_stream(self) -> None:
+        """As ScatteredSum.order_norm_behind_current_stream."""
+        stream = current_stream(self._index)
+        self._check(self._driver.record(self._read, stream) or self._driver.wait_event(self._side, self._read, 0))
+
+    def gather(self, started: ScatteredSum, made: Sequence[torch.Tensor]) -> None:
+        """As ScatteredSum.gather."""
+        driver, slot, rank, rows = self._driver, started.slot, self._group.rank, len(started.addend)
+        made = [one.contiguous() for one in made]
+        self._kept[slot] = made
+        at, regions = self._norms_at + slot * self._norm_bytes, []
+        begin, end = at, at + self._norm_bytes
+        gathered = []
+        for one in made:
+            row = prod(one.shape[1:]) * one.itemsize
+            if at + rows * row > end:
+                raise ExecutorError(
+                    f"a norm of {rows} rows of {row} bytes does not fit rank {rank}'s memory for {end - begin} bytes"
+                )
+            regions.append((at + started.begin * row, one))
+            view = self._memory[at : at + rows * row].view(one.dtype).view(rows, *one.shape[1:])
+            gathered.append(view)
+            at = _round_up(at + _round_up(rows, ROOM_ROWS) * row, ALIGNMENT)
+        failed = driver.record(self._normed[slot], self._side)
+        for place, one in regions:
+            failed = failed or self._copy(self._addresses[rank] + place, one.data_ptr(), one.nbytes, self._side)
+        failed = failed or driver.record(self._own[slot], self._side)
+        failed = failed or driver.wait_event(self._copies, self._normed[slot], 0)
+        for other in self._others:
+            for place, one in regions:
+                target = self._addresses[other] + place
+                failed = failed or self._copy(target, one.data_ptr(), one.nbytes, self._copies)
+        self._check(failed or self._set(slot, 1) or driver.record(self._sent[slot], self._copies))
+        started.gathered = gathered
+        for waiting in self._in_progress:
+            if not waiting.is_sent:
+                self._send(waiting)
+
+    def finish(self, started: ScatteredSum) -> list[torch.Tensor]:
+        """As ScatteredSum.finish."""
+        assert started.gathered is not None, "finish() comes behind gather()"
+        driver, slot, stream = self._driver, started.slot, current_stream(self._index)
+        # Behind the copies the addend's memory may change, and a capture ends with the stream that it began with.
+        failed = driver.wait_event(stream, self._own[slot], 0) or driver.wait_event(stream, self._sent[slot], 0)
+        self._check(failed or self._run(stream, self._wait_flags[slot][1]))
+        self._in_progress.remove(started)
+        return started.gathered
+
+    def _set(self, slot: int, kind: int) -> int:
+        """Set flags of the other ranks behind the copies."""
+        if not torch.cuda.is_current_stream_capturing():
+            return self._run(self._copies, self._set_flags[slot][kind])
+        failed = 0
+        for other in self._others:  # by copies: memory operations of a graph are on own memory
+            flag = self._flag(other, slot, kind, self._group.rank)
+            failed = failed or self._copy(flag, self._one.data_ptr(), self._one.nbytes, self._copies)
+        return failed
+
+    def _copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
+        return self._driver.copy(target, source, nbytes, stream) if nbytes else 0
+
+    def _run(self, stream: int, operations: Any) -> int:
+        """Launch memory operations."""
+        return self._driver.memory_operations(stream, len(operations), operations, 0)
+
+    def _check(self, failed: int) -> None:
+        """failed: the result of calls of the driver, of which the first that fails ends a sum."""
+        if failed:
+            group = self._group
+            raise ExecutorError(f"rank {group.rank} of {group.ranks}: a sum by parts failed: CUDA error {failed}")
