@@ -17,6 +17,8 @@ from engine.core.quant import LinearKernel, QuantMethod
 from engine.core.weights import Checkpoint, SafetensorsSource, load_weights
 from engine.testing.ranks import LoneRank
 
+ROWS = (1, 2, 17, 64)
+"""Numbers of rows of inputs that layers are tested with."""
 Make = Callable[[LayerFactory], Linear]
 """Makes a layer, as a model does."""
 Store = Callable[[str, torch.Tensor], tuple[Mapping[str, torch.Tensor], torch.Tensor]]
