@@ -59,24 +59,30 @@ class ScatteredRows:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.whole(), name)
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.whole()[index]
-
     def __len__(self) -> int:
         return sum(self.chunks)
-
-    def __add__(self, other: Any) -> torch.Tensor:
-        return torch.add(self.whole(), other)
-
-    def __mul__(self, other: Any) -> torch.Tensor:
-        return torch.mul(self.whole(), other)
-
-    __radd__, __rmul__ = __add__, __mul__
 
 
 def whole_rows(rows: T) -> T:
     """A tensor, or anything else, as such; all rows of ScatteredRows."""
     return cast(T, rows.whole()) if isinstance(rows, ScatteredRows) else rows
+
+
+def _of_all_rows(name: str) -> Callable[..., Any]:
+    """The operator of this name, with all rows."""
+
+    def operator(self: ScatteredRows, *others: Any) -> Any:
+        return getattr(self.whole(), name)(*map(whole_rows, others))
+
+    return operator
+
+
+# Python finds operators in the class only, not by __getattr__.
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    for _operator in (f"__{_name}__", f"__r{_name}__"):
+        setattr(ScatteredRows, _operator, _of_all_rows(_operator))
+for _name in ("neg", "abs", "getitem", "lt", "le", "gt", "ge"):
+    setattr(ScatteredRows, f"__{_name}__", _of_all_rows(f"__{_name}__"))
 
 
 def part_rows(rows: int, ranks: int) -> int:

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from engine.core.distributed.rank_group import RankGroup
 
 MAX_RANKS = 4
-"""The norm's kernels add up to so many addends."""
+"""The norm's kernels add up to this many addends."""
 SLOTS = 2
 """Sums in progress: one per chunk."""
 MIN_ROWS = 4096
 """Smaller sums are not split: the waits and the gaps between copies cost more than they hide."""
 ROOM_ROWS = 256
-"""Memory of norms is a multiple of so many rows, since GEMMs load whole tiles."""
+"""Memory of norms is a multiple of this many rows, since GEMMs load whole tiles."""
 ALIGNMENT = 256
 """Bytes: of the beginning of each tensor in the memory of norms."""
 

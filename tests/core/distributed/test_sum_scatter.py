@@ -222,6 +222,11 @@ def test_scattered_rows_are_gathered() -> None:
         zeros = torch.zeros(11, 2)
         for found in (rows + 0.0, zeros + rows, 1.0 * rows, torch.cat([rows[:4], rows[4:]]), zeros.copy_(rows)):  # type: ignore[arg-type]
             assert torch.equal(found, whole)
+        numbers: Any = rows
+        assert torch.equal(2.0 - numbers, 2.0 - whole)
+        assert torch.equal(-(numbers / 2), -(whole / 2))
+        assert torch.equal(numbers @ torch.ones(2, 3), whole @ torch.ones(2, 3))
+        assert torch.equal((1 - whole) * (numbers > 3), (1 - whole) * (whole > 3))
         assert rows.shape == whole.shape
         return torch.cat([rows.as_tensor()])
 
