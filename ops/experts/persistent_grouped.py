@@ -3,10 +3,11 @@
 There is one program per multiprocessor; each works through several items: a tile of rows of one expert, and a block of
 outputs. Items take unequal times, so programs claim them one by one from a counter.
 
-The warps of a program are in three groups. One group claims items and loads: W by TMA; rows of x by TMA, or where they
-are gathered by asynchronous copies. It runs ahead of the others by some stages, at the end of an item into the next.
-The other groups multiply, each half of a tile's rows. Where an expert's last tile has no rows for the second group, the
-first multiplies alone, at twice its speed.
+The warps of a program are in three groups. One group claims items, finds their places and loads: W by TMA; rows of x by
+TMA, or where they are gathered by asynchronous copies. It runs ahead of the others by some stages, at the end of an
+item into the next. The other groups multiply, each half of a tile's rows. Where an expert's last tile has no rows for
+the second group, the first multiplies alone, at twice its speed. Between two items nothing is multiplied, so these
+groups only store there, each warp on its own, and read the place of the next item from shared memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engine.ops.activation.act_and_mul import activate
 from engine.ops.common import gluon_copies
-from engine.ops.common.gluon_tiles import halves
+from engine.ops.common.gluon_tiles import halves, part_of_columns
 from engine.ops.common.launch import dependent_launch, num_sms, release, wait
 
 if TYPE_CHECKING:
@@ -50,7 +51,11 @@ _HALF_ROWS = gl.constexpr(TILE_ROWS // 2)
 _OUTPUTS = gl.constexpr(TILE_OUTPUTS)
 _HALF_OUTPUTS = gl.constexpr(TILE_OUTPUTS // 2)
 _BAND = gl.constexpr(16)  # tiles of rows that are computed for a block of outputs before the next block
-_SLOTS = gl.constexpr(8)  # claimed items in shared memory; loads are at most STAGES turns ahead, and claims two more
+_SLOTS = gl.constexpr(8)  # places in shared memory; loads are at most STAGES turns ahead, and places one more
+_PLACE = gl.constexpr(4)  # numbers of a place
+_STORE = gl.constexpr(gl.BlockedLayout([4, 8], [4, 8], [4, 1], [1, 0]))
+"""Of results: each warp has the 16 rows that it multiplied, so it waits for no other, and stores whole cache lines."""
+_PIECE = gl.constexpr(64)  # columns that are stored at a time, a cache line of each row
 _MAX_INT8_WIDTH = gl.constexpr(128)  # outputs per wgmma instruction of int8: the compiler supports no wider ones
 
 
@@ -59,13 +64,13 @@ def _place_of_item(item, items, pairs, outputs, BLOCK: gl.constexpr):
     """Expert of an item, its first row, the end of its expert's rows, and its first output.
 
     Consecutive items are the tiles of an expert for one block of outputs, BAND at most, then for the next block, so
-    that both W and x are read from memory once and then from the L2 cache. Past the last item, rows begin at their end.
+    that both W and x are read from memory once and then from the L2 cache. Past the last item: expert -1, no rows.
     """
     _, tile_experts, tile_begins, tile_ends, tile_firsts = pairs
     blocks = gl.cdiv(outputs, BLOCK)
     other = item // blocks  # a tile of the same expert
     inside = item < items
-    expert = gl.load(tile_experts + other, mask=inside, other=0)
+    expert = gl.load(tile_experts + other, mask=inside, other=-1)
     begin = gl.load(tile_begins + other, mask=inside, other=0)
     end = gl.load(tile_ends + other, mask=inside, other=0)
     first = gl.load(tile_firsts + other, mask=inside, other=0)
@@ -82,9 +87,28 @@ def _place_of_item(item, items, pairs, outputs, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _claimed(slots, turn):
-    """The item that the loading warps claimed for this program's `turn`."""
-    return gl.max(slots.index(turn % _SLOTS).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+def _send_place(slots, turn, expert, begin, end, output, BLOCK: gl.constexpr):
+    """Give the multiplying warps the place of the item of this program's `turn`."""
+    first = turn % _SLOTS * _PLACE
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    slots.index(first).store(gl.full([1], expert, gl.int32, line))
+    slots.index(first + 1).store(gl.full([1], begin, gl.int32, line))
+    slots.index(first + 2).store(gl.full([1], end, gl.int32, line))
+    slots.index(first + 3).store(gl.full([1], output // BLOCK, gl.int32, line))
+
+
+@gluon.jit
+def _received(slots, number):
+    """A number in shared memory."""
+    return gl.max(slots.index(number).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def _receive_place(slots, turn, BLOCK: gl.constexpr):
+    """The place that was sent for this program's `turn`. The compiler sees that the output is a multiple of BLOCK."""
+    first = turn % _SLOTS * _PLACE
+    output = _received(slots, first + 3) * BLOCK
+    return _received(slots, first), _received(slots, first + 1), _received(slots, first + 2), output
 
 
 @gluon.jit
@@ -107,14 +131,13 @@ def _copy_rows(x, tokens, start, inputs, stage):
 
 @gluon.jit
 def _load(arguments, pairs, shared, items, TOP_K: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr):
-    """The warps that load x and W into shared memory, and claim items for all warps, two turns ahead."""
+    """The warps that load x and W into shared memory, and claim items for all warps and find their places."""
     x, weight, claims, inputs, outputs, matrix_rows = arguments
     x_stages, w_stages, slots, filled, free = shared
     NUM_STAGES: gl.constexpr = x_stages.shape[0]
     STEP: gl.constexpr = x_stages.shape[2]
     UNIT: gl.constexpr = 128 // x_stages.dtype.primitive_bitwidth  # values of 16 bytes
     layout: gl.constexpr = gl.BlockedLayout([1, UNIT], [4, 8], [gl.num_warps(), 1], [1, 0])
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     BLOCK: gl.constexpr = _HALF_OUTPUTS if GATED else _OUTPUTS
     NBYTES: gl.constexpr = 2 * weight.block_type.nbytes
     second = outputs if GATED else _HALF_OUTPUTS
@@ -130,7 +153,7 @@ def _load(arguments, pairs, shared, items, TOP_K: gl.constexpr, GATHER: gl.const
         next_expert, next_begin, next_end, next_output = _place_of_item(next_item, items, pairs, outputs, BLOCK)
         # Relaxed: it orders no other accesses, for which it would wait, and empty the L1 cache.
         claimed = 2 * programs + gl.atomic_add(claims, 1, sem="relaxed")
-        slots.index((turn + 2) % _SLOTS).store(gl.full([1], claimed, gl.int32, line))
+        _send_place(slots, turn + 1, next_expert, next_begin, next_end, next_output, BLOCK)
         if GATHER:
             next_tokens = _rows_of_x(pairs, next_begin, next_end, TOP_K, layout)
         matrix_row = expert * matrix_rows + output
@@ -177,10 +200,9 @@ def _finish(total, scale, row_scale, bias, SCALES: gl.constexpr, X_SCALES: gl.co
 
 @gluon.jit
 def _store(out, values, target, column, outputs):
-    """Store [HALF_ROWS, columns]; target: rows of `out` in any layout, -1 for none."""
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    values = gl.convert_layout(values.to(out.dtype.element_ty), STORE)
-    column += gl.arange(0, values.shape[1], gl.SliceLayout(0, STORE))
+    """Store [HALF_ROWS, columns]; target: rows of `out`, -1 for none."""
+    values = gl.convert_layout(values.to(out.dtype.element_ty), _STORE)
+    column += gl.arange(0, values.shape[1], gl.SliceLayout(0, _STORE))
     place = gl.expand_dims(target.to(gl.int64) * outputs, 1) + gl.expand_dims(column, 0)
     mask = gl.expand_dims(target >= 0, 1) & gl.expand_dims(column < outputs, 0)
     gl.store(out + place, values, mask=mask)
@@ -204,20 +226,16 @@ def _multiply(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 256 // x_stages.dtype.primitive_bitwidth]
     )
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    STORE: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
     second = outputs if GATED else _HALF_OUTPUTS
     steps = gl.cdiv(inputs, STEP)
-    item = gl.program_id(0)
-    next_item = item + gl.num_programs(0)
-    expert, begin, end, output = _place_of_item(item, items, pairs, outputs, BLOCK)
+    expert, begin, end, output = _place_of_item(gl.program_id(0), items, pairs, outputs, BLOCK)
     step = 0
     turn = 0
-    while item < items:
-        next_expert, next_begin, next_end, next_output = _place_of_item(next_item, items, pairs, outputs, BLOCK)
+    while expert >= 0:
         begin += HALF * _HALF_ROWS
         if begin < end:
             # Loaded now, so that they have arrived when the sums are complete.
-            target = begin + gl.arange(0, _HALF_ROWS, STORE)
+            target = begin + gl.arange(0, _HALF_ROWS, gl.SliceLayout(1, _STORE))
             target = gl.where(target < end, target, -1)
             if SCATTER:
                 target = gl.load(pairs[0] + target, mask=target >= 0, other=-1)
@@ -253,11 +271,15 @@ def _multiply(
             left, right = halves(acc)
             left = _finish(left, first_scale, row_scale, first_bias, SCALES, X_SCALES, BIAS)
             right = _finish(right, second_scale, row_scale, second_bias, SCALES, X_SCALES, BIAS)
-            if GATED:
-                _store(out, activate(left, right, ACTIVATION), target, output, outputs)
-            else:
-                _store(out, left, target, output, outputs)
-                _store(out, right, target, output + _HALF_OUTPUTS, outputs)
+            for number in gl.static_range(_HALF_OUTPUTS // _PIECE):
+                of_left = part_of_columns(left, number, _HALF_OUTPUTS // _PIECE)
+                of_right = part_of_columns(right, number, _HALF_OUTPUTS // _PIECE)
+                column = output + number * _PIECE
+                if GATED:
+                    _store(out, activate(of_left, of_right, ACTIVATION), target, column, outputs)
+                else:
+                    _store(out, of_left, target, column, outputs)
+                    _store(out, of_right, target, column + _HALF_OUTPUTS, outputs)
         else:
             for _ in range(steps):
                 stage = step % NUM_STAGES
@@ -265,9 +287,8 @@ def _multiply(
                 mbarrier.arrive(free.index(stage), count=1)
                 step += 1
         turn += 1
-        # Visible: it was stored before the steps of this turn, which have been awaited, were loaded.
-        item, next_item = next_item, _claimed(slots, turn + 1)
-        expert, begin, end, output = next_expert, next_begin, next_end, next_output
+        # Visible: it was stored before the steps of the turn before, which have been awaited, were loaded.
+        expert, begin, end, output = _receive_place(slots, turn, BLOCK)
 
 
 @gluon.jit
@@ -288,7 +309,7 @@ def _grouped_kernel(
     STEP: gl.constexpr = weight.block_shape[1]
     x_stages = gl.allocate_shared_memory(weight.dtype, [NUM_STAGES, _ROWS, STEP], weight.layout)
     w_stages = gl.allocate_shared_memory(weight.dtype, [NUM_STAGES, _OUTPUTS, STEP], weight.layout)
-    slots = gl.allocate_shared_memory(gl.int32, [_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    slots = gl.allocate_shared_memory(gl.int32, [_SLOTS * _PLACE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     filled = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     # Each copying thread arrives when its copies are complete; of a multiplying group, one thread arrives for all.

@@ -153,18 +153,13 @@ def meant(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     return values.double() if scales is None else values.double() * scales.double()[..., None]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", DTYPES)
-@pytest.mark.parametrize("case", COUNTS)
-@pytest.mark.parametrize("projection", ["gate and up", "gate and up with bias", "down", "down with bias"])
-def test_rows_are_multiplied_by_the_matrix_of_their_expert(
-    projection: str, case: str, kind: str, hopper: torch.device
+def compare_with_float64(
+    counts: list[int], inputs: int, outputs: int, kind: str, hopper: torch.device, *, gated: bool, biased: bool
 ) -> None:
-    gated, biased = projection.startswith("gate"), projection.endswith("bias")
-    experts = routing_of(COUNTS[case], hopper)
-    pairs = PairSorter(len(COUNTS[case]), TOP_K, hopper)(experts, TILE_ROWS)
-    inputs, outputs = (HIDDEN, INNER) if gated else (INNER, HIDDEN)
-    weight = random_weight(kind, len(COUNTS[case]), 2 * outputs if gated else outputs, inputs, hopper)
+    """Compare the products of experts with `counts` rows with those in float64, and with those of a second call."""
+    experts = routing_of(counts, hopper)
+    pairs = PairSorter(len(counts), TOP_K, hopper)(experts, TILE_ROWS)
+    weight = random_weight(kind, len(counts), 2 * outputs if gated else outputs, inputs, hopper)
     dtype = torch.float16 if kind == "fp16" else torch.bfloat16
     bias = torch.randn(weight.values.shape[:2], device=hopper).to(dtype) if biased else None
     x = (torch.randn(len(experts) if gated else experts.numel(), inputs, device=hopper) * inputs**-0.5).to(dtype)
@@ -193,10 +188,10 @@ def test_rows_are_multiplied_by_the_matrix_of_their_expert(
     assert pairs.claims.tolist() == [0, 0]
     matrices, rows = meant(weight.values, weight.scales), meant(x, x_scales)
     chosen = experts.flatten().tolist()
-    order = pairs.order.tolist()[: sum(COUNTS[case])]
+    order = pairs.order.tolist()[: sum(counts)]
     assert sorted(order) == [pair for pair, expert in enumerate(chosen) if expert >= 0]
     again = multiply().double()
-    for expert, count in enumerate(COUNTS[case]):
+    for expert, count in enumerate(counts):
         mine = [row for row, pair in enumerate(order) if chosen[pair] == expert]
         assert len(mine) == count
         of_pair = [order[row] for row in mine]
@@ -209,6 +204,27 @@ def test_rows_are_multiplied_by_the_matrix_of_their_expert(
         assert got.shape == wanted.shape
         assert torch.equal(got, again[mine if gated else of_pair])
         assert float((got - wanted).norm()) <= LIMITS[kind] * float(wanted.norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("case", COUNTS)
+@pytest.mark.parametrize("projection", ["gate and up", "gate and up with bias", "down", "down with bias"])
+def test_rows_are_multiplied_by_the_matrix_of_their_expert(
+    projection: str, case: str, kind: str, hopper: torch.device
+) -> None:
+    gated, biased = projection.startswith("gate"), projection.endswith("bias")
+    inputs, outputs = (HIDDEN, INNER) if gated else (INNER, HIDDEN)
+    compare_with_float64(COUNTS[case], inputs, outputs, kind, hopper, gated=gated, biased=biased)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inputs", [16, 128, 192, 2048])
+@pytest.mark.parametrize("gated", [True, False], ids=["gate and up", "down"])
+def test_items_of_any_number_of_steps_are_multiplied(inputs: int, hopper: torch.device, *, gated: bool) -> None:
+    """Of items with one step, loads are as many items ahead as there are stages."""
+    counts = [65, 300, 128, 1, 190] * 9
+    compare_with_float64(counts, inputs, 520, "bf16", hopper, gated=gated, biased=False)
 
 
 @pytest.mark.gpu
