@@ -32,6 +32,7 @@ from engine.core.layers.skinny_linear import SkinnyGemms, SkinnyKernel
 from engine.ops.activation.act_and_mul import act_and_mul
 from engine.ops.attention.latent_rope import rotate_and_write_latents
 from engine.ops.attention.rope_and_cache import angles, rotate_and_write
+from engine.ops.experts import norm_router
 from engine.ops.gemm.skinny_launch import HEAD_MAX_ROWS
 from engine.ops.norm.all_reduce_rms_norm import all_reduce_rms_norm
 from engine.ops.norm.rms_norm import add_rms_norm
@@ -95,6 +96,20 @@ class FusedRMSNorm(RMSNorm):
         if fused is None:
             return self(x, residual)
         return fused.norm_and_quantize(x, residual, self.weight, self.eps, linear.weights)
+
+    def with_logits(
+        self, router: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As RMSNorm; for few tokens in one kernel, unless x is to be summed over ranks. May overwrite `residual`."""
+        if isinstance(x, PartialSum):
+            if x.group.ranks > 1:
+                return super().with_logits(router, x, residual)
+            x = x.reduce()
+        if type(router.kernel) is SkinnyKernel:
+            matrix = router.weights["weight"]
+            if norm_router.suits(x, residual, matrix):
+                return norm_router.norm_and_logits(x, residual, self.weight, self.eps, matrix, router.bias)
+        return super().with_logits(router, x, residual)
 
     def _of_received(self, x: ReceivedSum, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of the sum of all ranks' addends, which the kernel adds."""

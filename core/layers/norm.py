@@ -58,6 +58,13 @@ class RMSNorm(TensorLayer):
         """As the call, with the norm as input for `linear` alone: quantized where both kernels can fuse that."""
         return self(x, residual)
 
+    def with_logits(
+        self, router: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As the call, and the result of `router` for the norm: in one kernel where the layers can fuse that."""
+        normed, residual = self(x, residual)
+        return normed, residual, router(normed)
+
     def into(
         self, following: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
     ) -> tuple[TensorOrQuantized, torch.Tensor]:

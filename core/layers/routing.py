@@ -67,7 +67,7 @@ class Router:
 
     def __init__(self, linear: Linear, spec: RoutingSpec, rank_experts: range, route: Route, has_gate: bool) -> None:
         """linear: to a logit per expert and, with `has_gate`, one more, of the shared expert's gate."""
-        self._linear = linear
+        self.linear = linear
         self._spec = spec
         self._rank_experts = rank_experts
         self._route = route
@@ -75,7 +75,10 @@ class Router:
 
     def __call__(self, x: torch.Tensor) -> tuple[Routing, torch.Tensor | None]:
         """x: [tokens, hidden_size] -> the routing, and the logit of the shared expert's gate, [tokens, 1], if any."""
-        logits = self._linear(x)
+        return self.choose(self.linear(x))
+
+    def choose(self, logits: torch.Tensor) -> tuple[Routing, torch.Tensor | None]:
+        """As the call, of what `linear` returned."""
         if not self._has_gate:
             return self._route(logits, self._spec, self._rank_experts), None
         size = self._spec.num_experts

@@ -112,8 +112,8 @@ class SparseMLP:
 
         residual: may be overwritten; None counts as zeros.
         """
-        x, residual = self._norm(hidden, residual)
-        routing, gate = self._router(x)
+        x, residual, logits = self._norm.with_logits(self._router.linear, hidden, residual)
+        routing, gate = self._router.choose(logits)
         result = self._experts(x, routing)
         if self._shared is not None:
             shared = self._shared(x)

@@ -41,8 +41,7 @@ def add_norm(
     sum overwrites `residual`, which without one is memory for the sum, or x itself if x is the only addend.
 
     The sum of the first ADDENDS of x, second, third and fourth is rounded, as if it had been stored. scale: the norm's
-    weight, [columns] float32. The order of summation follows from the shape and the number of warps (`norm_tile`):
-    kernels in which these are equal compute equal digits.
+    weight, [columns] float32.
     """
     total = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     if ADDENDS > 1:
@@ -59,6 +58,16 @@ def add_norm(
         kept = total.to(residual.dtype.element_ty)
         tl.store(residual + place, kept, mask=mask)
         total = kept.to(tl.float32)
+    return norm_of_rows(total, scale, eps, SIZE)
+
+
+@triton.jit
+def norm_of_rows(total, scale, eps, SIZE: tl.constexpr):
+    """The norm of rows, [rows, columns] float32, which are 0 from column SIZE on. scale: [columns] float32.
+
+    The order of summation follows from the shape and the number of warps (`norm_tile`): kernels in which these are
+    equal compute equal digits.
+    """
     mean = tl.sum(total * total, axis=1) / SIZE
     return total * tl.rsqrt(mean + eps)[:, None] * scale[None, :]
 

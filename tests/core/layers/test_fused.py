@@ -55,6 +55,27 @@ def close(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [2, 9])
+@pytest.mark.parametrize("ranks", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["rms", "rms_unit_offset"])
+def test_norm_with_logits_equals_plain(tokens: int, ranks: int, kind: Any) -> None:
+    def build(layers: LayerFactory) -> Any:
+        return layers.norm("norm", 48, 1e-5, kind), layers.linear([("router", 7)], 48, bias=True)
+
+    (norm, router), (fused_norm, fused_router) = both(build)
+    x, residual = randn(tokens, 48), randn(tokens, 48) + 1
+
+    def given() -> Any:
+        return PartialSum(x.clone(), Doubling(0, ranks)) if ranks else x
+
+    for wanted, found in zip(
+        norm.with_logits(router, given(), residual),
+        fused_norm.with_logits(fused_router, given(), residual.clone()),
+        strict=True,
+    ):
+        close(found, wanted)
+
+
 def test_norm_equals_plain() -> None:
     plain, fused = both(lambda layers: layers.norm("norm", 48, 1e-5))
     x, residual = randn(3, 48), randn(3, 48) + 1
@@ -212,6 +233,18 @@ def test_norm_of_an_exchange_is_quantized_for_the_next_layer() -> None:
     assert exchange.released == 1
     made = norm.quantized_for(NextLinear(), ExchangedSum(x, Doubling(0, 2), exchange, -1), residual)
     assert made == ("made", (x, residual, norm.weight, 1e-5, "its weights")), "nothing is exchanged by a rank alone"
+
+
+def test_norm_of_an_exchange_with_logits_adds_the_addends() -> None:
+    group = Doubling(0, 2)
+    norm, router = both(lambda layers: (layers.norm("norm", 48, 1e-5), layers.linear([("r", 7)], 48)), group=group)[1]
+    x, theirs, residual = randn(2, 48), randn(2, 48) + 2, randn(2, 48)
+    expected, total = norm(x + theirs, residual.clone())
+    exchange: Any = Received(theirs)
+    found = norm.with_logits(router, ExchangedSum(x.clone(), group, exchange, 0), residual)
+    for one, other in zip(found, (expected, total, router(expected)), strict=True):
+        close(one, other)
+    assert exchange.released == 1
 
 
 def test_norm_of_a_split_sum_reduces_the_chunks() -> None:
