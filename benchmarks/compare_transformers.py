@@ -52,7 +52,7 @@ class Baseline:
         return [row[width:] for row in out.tolist()]
 
     def one_batch(self, prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> None:
-        """All at once, as long as the longest."""
+        """All prompts in one batch, which runs until the longest ends."""
         self.generate(prompts, max(outputs))
 
 

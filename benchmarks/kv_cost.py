@@ -71,7 +71,7 @@ def run(
     begin = begin_own = 0.0
     while done < len(inputs):
         while added < len(inputs) and added - done < concurrency:
-            # staggered output lengths at the start, so that requests do not end all at once
+            # staggered output lengths at the start, so that requests do not end at the same time
             length = OUTPUT if added >= concurrency else 1 + added * OUTPUT // concurrency
             params = SamplingParams(max_tokens=length, temperature=0.0)
             scheduler.add(Request(id=str(added), prompt=inputs[added], params=params))

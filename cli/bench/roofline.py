@@ -53,7 +53,7 @@ class Roofline:
     def load(self, lengths: Sequence[tuple[int, int]], max_running: int) -> float:
         """Seconds of requests (prompt tokens, output tokens) that all wait at the start, at most max_running per step.
 
-        The first output token comes with the prompt. Steps that compute prompts and decode at once read the weights
+        The first output token comes with the prompt. Steps with prefill and decode read the weights
         once for both, so neither bytes nor operations are a bound on top of the other: the larger counts.
         """
         parts = [(inputs, outputs - 1) for inputs, outputs in lengths]
