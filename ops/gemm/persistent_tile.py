@@ -43,8 +43,8 @@ TIMES = {
     (256, 128): TileTime(1.93, 2.74, 1.18, 5.62, 0.86),
 }
 """(rows, columns) of a tile -> times: least squares of the relative error over 12 weights in groups of 128 and 22
-numbers of rows from 72 to 1408, on an H200 (docs/optimizations.md): 4 to 7 % on average. The choice depends on their
-ratios only."""
+numbers of rows from 72 to 1408, on an H200 (docs/optimizations-linear-batches.md): 4 to 7 % on average. The choice
+depends on their ratios only."""
 MIN_WHOLE = 0.8
 """Without times: with tiles for this part of all multiprocessors, a specialized tile is not shared."""
 
