@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 NOT_A_TENSOR = "a PartialSum is one rank's addend, not a tensor; pass it to a norm of the LayerFactory or call reduce()"
 
+USED_TWICE = (
+    "the addends of a PartialSum were summed before; pass it to one norm or call reduce(), and keep what that returns"
+)
+
 
 class NotATensorError(TypeError, AttributeError):
     """A partial sum was used as a tensor: by an operation, or for an attribute."""

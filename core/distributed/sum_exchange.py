@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.core.distributed.partial_sum import ReceivedSum, sum_addends
+from engine.core.distributed.partial_sum import USED_TWICE, ReceivedSum, sum_addends
 from engine.core.distributed.stream_operations import WAIT, WRITE, Driver, batch, current_stream
 from engine.core.errors import ExecutorError
 
@@ -195,6 +195,8 @@ class SumExchange:
 
     def receive(self, started: ExchangedSum) -> list[torch.Tensor]:
         """As ExchangedSum.receive. Sums that were started before are computed first."""
+        if started not in self._in_progress:
+            raise RuntimeError(USED_TWICE)
         while self._in_progress[0] is not started:
             self._in_progress[0].settle()
         slot, stream = started.slot, current_stream(self._index)

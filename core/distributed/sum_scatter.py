@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.core.distributed.partial_sum import USED_TWICE
 from engine.core.distributed.scattered_rows import part_rows
 from engine.core.distributed.scattered_sum import OwnRows, ScatteredSum
 from engine.core.distributed.stream_operations import WAIT, WRITE, Driver, batch, current_stream
@@ -165,6 +166,8 @@ class SumScatter:
 
     def receive(self, started: ScatteredSum) -> OwnRows:
         """As ScatteredSum.receive."""
+        if started.gathered is not None or started not in self._in_progress:
+            raise RuntimeError(USED_TWICE)  # instead of a wait for addends that no rank sends again
         driver, slot, addend, group = self._driver, started.slot, started.addend, self._group
         self._check(driver.wait_event(self._side, self._ready[slot], 0))
         if not started.is_sent:

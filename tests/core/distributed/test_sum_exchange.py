@@ -102,6 +102,19 @@ def test_addends_are_withdrawn_unchanged() -> None:
 
 
 @pytest.mark.usefixtures("immediate")
+def test_sum_that_was_received_is_refused_when_it_is_used_again() -> None:
+    def work(exchange: SumExchange, rank: int) -> None:
+        one, other = (exchange.start(addend) for addend in addends(rank, 2, 5))
+        one.receive()
+        one.release()
+        with pytest.raises(RuntimeError, match="the addends of a PartialSum were summed before; pass it to one"):
+            one.reduce()
+        other.reduce()
+
+    on_both(work)
+
+
+@pytest.mark.usefixtures("immediate")
 def test_a_rank_that_is_alone_waits_for_no_other() -> None:
     def work(exchange: SumExchange, rank: int) -> None:
         exchange.is_alone = True

@@ -175,6 +175,21 @@ def test_addends_are_withdrawn_unchanged() -> None:
 
 
 @pytest.mark.usefixtures("immediate")
+def test_sum_that_was_normed_is_refused_when_it_is_used_again() -> None:
+    """Also before its norm is finished. No rank would send the addends again."""
+
+    def work(scatter: SumScatter, group: Meeting) -> None:
+        chunk = doubled(scatter.start(addends(group.rank, [9])[0]))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the addends of a PartialSum were summed before; pass it to one"):
+                chunk.reduce()
+            if chunk in scatter._in_progress:
+                chunk.finish()
+
+    on_scatters(4, work)
+
+
+@pytest.mark.usefixtures("immediate")
 def test_a_rank_that_is_alone_waits_for_no_other() -> None:
     def work(scatter: SumScatter, group: Meeting) -> None:
         scatter.is_alone = True
