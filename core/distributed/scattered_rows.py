@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class ScatteredRows:
-    """A tensor of rows in chunks, of each of which this rank has its own part.
+    """A tensor whose rows are divided among the ranks: each rank has a part of every chunk of rows.
 
-    Norms by parts of rows pass it on as the residual, and need no other rank's rows. Whatever else uses it as a tensor
-    gets all rows, by an all-gather: all ranks must do the same with it.
+    Norms by parts of rows take and return it as the residual, and read no other rank's rows. Every other use as a
+    tensor, also of an attribute, first gathers all rows from all ranks, so that all ranks must use it alike.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], chunks: Sequence[int], group: RankGroup) -> None:
@@ -34,7 +34,7 @@ class ScatteredRows:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the current stream was given an all-gather of these rows."""
+        """Whether `whole` was called. Its result may have been written to since, which the parts do not show."""
         return self._whole is not None
 
     def whole(self) -> torch.Tensor:
@@ -59,6 +59,8 @@ class ScatteredRows:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.whole(), name)
 
+    __hash__ = object.__hash__
+
     def __len__(self) -> int:
         return sum(self.chunks)
 
@@ -81,7 +83,7 @@ def _of_all_rows(name: str) -> Callable[..., Any]:
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
     for _operator in (f"__{_name}__", f"__r{_name}__"):
         setattr(ScatteredRows, _operator, _of_all_rows(_operator))
-for _name in ("neg", "abs", "getitem", "lt", "le", "gt", "ge"):
+for _name in ("neg", "abs", "getitem", "setitem", "eq", "ne", "lt", "le", "gt", "ge"):
     setattr(ScatteredRows, f"__{_name}__", _of_all_rows(f"__{_name}__"))
 
 

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 
 class NormedParts:
-    """The norms of a sum's chunks, all launched when this is made. Each is a tensor in memory that a later sum
-    overwrites, or quantized; the current stream waits for it when it is asked for."""
+    """The norms of a sum's chunks, of which each rank computes its own rows. The constructor launches all of them.
+
+    An iteration yields the norm of each chunk with the rows of all ranks, for which the current stream waits then: a
+    tensor, or a quantized activation, in memory that a later sum overwrites.
+    """
 
     def __init__(
         self,
@@ -32,16 +35,15 @@ class NormedParts:
         """linear: for which the norms are computed; None: for any use."""
         self._made: list[tuple[ScatteredSum, FusedInputQuantization | None]] = []
         sizes, totals = [len(chunk.addend) for chunk in chunks], []
-        if isinstance(residual, ScatteredRows) and residual.chunks != tuple(sizes):
+        # Gathered rows may have been written to, as by residual.add_(x).
+        if isinstance(residual, ScatteredRows) and (residual.is_gathered or residual.chunks != tuple(sizes)):
             residual = residual.whole()
         begin = 0
         for number, chunk in enumerate(chunks):
             own = None
             if isinstance(residual, ScatteredRows):
                 own = residual.parts[number]
-                if residual.is_gathered:  # which the norm must not overwrite before it has been read
-                    chunk.order_norm_behind_current_stream()
-            elif residual is not None:
+            elif residual is not None:  # which the norm must not overwrite before it has been read
                 own = residual[begin + chunk.begin : begin + chunk.end]
                 chunk.order_norm_behind_current_stream()
             begin += sizes[number]

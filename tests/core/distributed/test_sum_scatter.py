@@ -242,7 +242,10 @@ def test_scattered_rows_are_gathered() -> None:
         assert torch.equal(-(numbers / 2), -(whole / 2))
         assert torch.equal(numbers @ torch.ones(2, 3), whole @ torch.ones(2, 3))
         assert torch.equal((1 - whole) * (numbers > 3), (1 - whole) * (whole > 3))
+        assert torch.equal(numbers == 3, whole == 3)
+        assert torch.equal(numbers != whole, torch.zeros(11, 2) > 0)
         assert rows.shape == whole.shape
+        assert rows in {rows}
         return torch.cat([rows.as_tensor()])
 
     assert all(torch.equal(found, whole) for found in on_ranks(4, work))

@@ -83,6 +83,34 @@ def test_blocks_by_parts_equal_whole_blocks(second: Callable[..., Any]) -> None:
     check_ranks(work)
 
 
+def add_in_place(residual: Any) -> None:
+    residual.add_(1.0)
+
+
+def set_rows(residual: Any) -> None:
+    residual[3:] = 0.5
+
+
+def write_result(residual: Any) -> None:
+    torch.mul(residual, 2.0, out=residual)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("write", [add_in_place, set_rows, write_result])
+def test_norms_by_parts_add_a_residual_that_a_model_wrote_to(write: Callable[[Any], None], fused: bool) -> None:
+    def work(layers: LayerFactory) -> list[torch.Tensor]:
+        first, second = gated_mlp(layers), gated_mlp(layers)
+        norm = layers.norm("last", HIDDEN, EPS)
+        fill(layers)
+        hidden, residual = first(*inputs())
+        hidden, residual = second(hidden, residual)
+        write(residual)
+        normed, residual = norm(hidden, residual)
+        return [normed, whole_rows(residual)]
+
+    check_ranks(work, fused=fused)
+
+
 @pytest.mark.parametrize("kind", ["rms", "layer", "none"])
 def test_layers_that_need_whole_sums_gather_sum_and_residual(kind: str) -> None:
     """A norm of a whole sum behind a norm by parts, as of experts behind attention."""
