@@ -198,10 +198,16 @@ class SumScatter:
         begin, end = at, at + self._norm_bytes
         gathered = []
         for one in made:
+            if len(one) != started.end - started.begin:
+                own = started.end - started.begin
+                raise ExecutorError(
+                    f"rank {rank} has {own} rows of a sum, but its norm has a tensor of {len(one)} rows"
+                )
             row = prod(one.shape[1:]) * one.itemsize
             if at + rows * row > end:
                 raise ExecutorError(
-                    f"a norm of {rows} rows of {row} bytes does not fit rank {rank}'s memory for {end - begin} bytes"
+                    f"a norm of {rows} rows of {row} bytes does not fit rank {rank}'s memory for {end - begin} bytes;"
+                    " use --overlap-sums off"
                 )
             regions.append((at + started.begin * row, one))
             view = self._memory[at : at + rows * row].view(one.dtype).view(rows, *one.shape[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,8 +50,8 @@ class CheckedFusedInputQuantization:
 
         self.reads_float32_norm_weight = fused.reads_float32_norm_weight
         self.has_row_tensors = fused.has_row_tensors
-        self.row_tensors = fused.row_tensors
-        self.from_row_tensors = fused.from_row_tensors
+        self.row_tensors = _checked(fused, "row_tensors", partial(_row_tensors_error, spec), checks, layer)
+        self.from_row_tensors = _checked(fused, "from_row_tensors", activated, checks, layer)
         self.supports_rows = _checked(fused, "supports_rows", decided, checks, layer)
         self.fuses_quantized_gating = _checked(fused, "fuses_quantized_gating", decided, checks, layer)
         self.norm_and_quantize = _checked(fused, "norm_and_quantize", normed, checks, layer)
@@ -73,3 +74,18 @@ def _result_check(spec: LinearSpec, outputs: int) -> Check:
         return tensor_error(result, (*rows, outputs), (spec.dtype,), torch.device(spec.device))
 
     return check
+
+
+def _row_tensors_error(spec: LinearSpec, result: object, made: QuantizedActivation) -> str | None:
+    """What is wrong with the result of `row_tensors`."""
+    if not isinstance(result, Sequence) or not result:
+        return f"{describe(result)}, not a sequence of one or more tensors"
+    nbytes = 0
+    for tensor in result:
+        if not isinstance(tensor, torch.Tensor) or not tensor.dim() or tensor.device != torch.device(spec.device):
+            return f"{describe(tensor)}, not a tensor of [rows, ...] on {spec.device}"
+        if len(tensor) != len(result[0]):
+            return f"tensors of {len(result[0])} and of {len(tensor)} rows"
+        nbytes += tensor.nbytes
+    most = 2 * spec.rank_inputs * len(result[0])
+    return f"tensors of {nbytes} bytes, more than the {most} of their rows in 16 bits" if nbytes > most else None

@@ -8,8 +8,12 @@ import torch
 
 from engine.core.quant import ACTIVATIONS, Activation, FusedInputQuantization, QuantizedActivation
 from engine.ops.activation.act_and_mul_quantize import act_and_mul_quantize
+from engine.ops.activation.quantize_rows import BLOCK
 from engine.ops.norm.rms_norm_quantize import add_rms_norm_quantize
 from engine.plugins.quant.w8a8_matmul import W8A8Matmul
+
+SCALE_BYTES = 4
+"""Bytes of a row's scale."""
 
 
 class QuantizedRows(QuantizedActivation):
@@ -45,7 +49,10 @@ class NormAndActivationQuantization(FusedInputQuantization):
 
     @property
     def has_row_tensors(self) -> bool:
-        return not self._matmul.scaling.per_block  # whose scales are stored by block
+        # Scales per block are stored by block. Padded values and a scale take more memory than a short row in 16 bits.
+        inputs = self._matmul.inputs
+        row_bytes = -(-inputs // BLOCK) * BLOCK + SCALE_BYTES
+        return not self._matmul.scaling.per_block and row_bytes <= 2 * inputs
 
     def row_tensors(self, made: QuantizedActivation) -> Sequence[torch.Tensor]:
         rows = _rows(made)

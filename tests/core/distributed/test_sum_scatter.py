@@ -208,6 +208,10 @@ def test_norm_that_is_larger_than_its_memory_is_an_error() -> None:
         assert isinstance(chunk, ScatteredSum)
         with pytest.raises(ExecutorError, match=r"a norm of 2048 rows of 64 bytes does not fit rank \d's memory"):
             chunk.gather([torch.zeros(chunk.end - chunk.begin, 2 * SIZE)])
+        with pytest.raises(
+            ExecutorError, match=r"rank \d has 512 rows of a sum, but its norm has a tensor of 511 rows"
+        ):
+            chunk.gather([torch.zeros(511, SIZE)])
         chunk.reduce()
 
     on_scatters(4, work)

@@ -44,6 +44,14 @@ class Fused(FusedInputQuantization):
     def apply_quantized_gated(self, made: Any, weights: Any, bias: Any) -> torch.Tensor:
         return made.x @ weights["weight"].T[:, :3]
 
+    has_row_tensors = True
+
+    def row_tensors(self, made: Any) -> Any:
+        return [made.x.half()]
+
+    def from_row_tensors(self, tensors: Any) -> Any:
+        return Quantized(tensors[0].float())
+
 
 class Kernel(PlainKernel):
     """A plugin's kernel, which computes a gated layer in one pass."""
@@ -90,6 +98,8 @@ CALLS: dict[str, Callable[[Linear, Any], Any]] = {
     "sum_norm_and_quantize": lambda linear, fused: fused().sum_norm_and_quantize(
         (X, X), None, X[0], 1e-6, linear.weights
     ),
+    "row_tensors": lambda linear, fused: fused().row_tensors(Quantized(X)),
+    "from_row_tensors": lambda linear, fused: fused().from_row_tensors([X.half()]),
     "activate_and_quantize": lambda linear, fused: fused().activate_and_quantize(X.repeat(1, 2), linear.weights),
 }
 """Method -> how a layer, or the layer before, comes to call the method."""
@@ -146,6 +156,25 @@ def test_checked_methods_say_what_the_kernel_s_own_say_of_norm_weights(reads: bo
             X,
             r"activate_and_quantize\(\) of gate: a tensor of \[2, 4\] .* not a QuantizedActivation",
         ),
+        ("row_tensors", X.half(), r"row_tensors\(\) of gate: a tensor of \[2, 4\] float16 on cpu, not a sequence of"),
+        (
+            "row_tensors",
+            (),
+            r"row_tensors\(\) of gate: an object of class tuple, not a sequence of one or more tensors",
+        ),
+        ("row_tensors", [X.half(), None], r"row_tensors\(\) of gate: None, not a tensor of \[rows, ...\] on cpu"),
+        (
+            "row_tensors",
+            [X[:, 0], X[0, 0]],
+            r"row_tensors\(\) of gate: a tensor of \[\] float32 on cpu, not a tensor of",
+        ),
+        ("row_tensors", [X[:, 0], X[:1, 0]], r"row_tensors\(\) of gate: tensors of 2 and of 1 rows"),
+        (
+            "row_tensors",
+            [X],
+            r"row_tensors\(\) of gate: tensors of 32 bytes, more than the 16 of their rows in 16 bits",
+        ),
+        ("from_row_tensors", X, r"from_row_tensors\(\) of gate: a tensor of \[2, 4\] .* not a QuantizedActivation"),
     ],
 )
 def test_a_wrong_result_names_plugin_method_and_layer(name: str, answer: object, message: str) -> None:

@@ -170,6 +170,17 @@ def test_which_rows_fuse_gating(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows(256, torch.float8_e4m3fn, scale_rows=128) == []
 
 
+@pytest.mark.parametrize(
+    ("inputs", "per_block", "has"), [(64, False, False), (72, False, True), (4096, False, True), (4096, True, False)]
+)
+def test_rows_have_tensors_of_their_own_if_these_are_small_and_have_a_scale_per_row(
+    inputs: int, per_block: bool, has: bool
+) -> None:
+    scaling = Scaling(per_block=per_block)
+    matmul = w8a8_matmul.W8A8Matmul(Workspace(DEVICE), torch.int8, 128, inputs, torch.bfloat16, scaling=scaling)
+    assert fused_quantization.NormAndActivationQuantization(matmul, lambda rows: True).has_row_tensors == has
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("hidden", "intermediate"), [(1024, 3072), (4096, 14336)])
 @pytest.mark.parametrize("method", [Fp8, Int8])
