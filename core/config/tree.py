@@ -147,6 +147,13 @@ class ExecutorConfig:
         flag="--expert-parallel",
         aliases=("enable_expert_parallel",),
     )
+    overlap_sums: str = setting(
+        AUTO,
+        "Sum over the tensor parallel ranks next to computation in steps with many tokens; auto: on 2 or 4 GPUs that"
+        " reach each other's memory; off: never.",
+        flag="--overlap-sums",
+        choices=(AUTO, "off"),
+    )
     threads: int = setting(
         0,
         "CPU threads for tensor operations; 0: PyTorch's default, but no more than the cores of the CPU quota.",

@@ -144,8 +144,9 @@ class RunnerStart:
             if self._device.type == "cpu":
                 free //= self._group.ranks  # all ranks share the host's memory
             if has_kernels:
-                rows, size = self._graphs.max_overlapped_rows(self._group.ranks), self._model_spec.hidden_size
-                self._group.open_sum_exchange(rows, size, torch_dtype(self._dtype))
+                rows = self._graphs.max_overlapped_rows(self._group.ranks, self._attention, self._parts.model)
+                if rows:
+                    self._group.open_sum_exchange(rows, self._model_spec.hidden_size, torch_dtype(self._dtype))
             model, layers = self._build_model()
             self.layers = layers
             if self._drafter is not None:

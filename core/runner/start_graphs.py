@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
@@ -14,9 +14,12 @@ from engine.core.plugin_host.derived import use_graphs
 from engine.core.runner.device_state import StepGraphs
 
 if TYPE_CHECKING:
+    from engine.core.attention.base import AttentionBackend
     from engine.core.attention.groups import CacheLayout
+    from engine.core.attention.pair import AttentionPair
     from engine.core.config.tree import EngineConfig
     from engine.core.device import DeviceInfo
+    from engine.core.models.base import Model
     from engine.core.runner.device_state import DeviceState
     from engine.core.runner.graph_capture import GraphCapturer
     from engine.core.startup import Phases
@@ -41,17 +44,26 @@ class GraphStart:
         """Whether steps with prefill chunks have piecewise graphs."""
         return self._captures(state) and self.config.executor.graphs != "decode" and not self.layout.states
 
-    def max_overlapped_rows(self, ranks: int) -> int:
+    def max_overlapped_rows(
+        self, ranks: int, attention: type[AttentionBackend[Any, Any]] | AttentionPair | None, model: type[Model]
+    ) -> int:
         """Maximum rows of sums that may run next to computation. 0: none may.
 
         Of more than two ranks, only those of steps that may have graphs: without graphs, sums by parts of rows take the
         host several times as long to launch as all-reduces (docs/performance.md). If the start chooses the largest step
         with graphs, all sums may, since the start measures these launches.
+
+        attention, model: what the start will make; attention: None if no layer has any.
         """
         executor, rows = self.config.executor, self.config.scheduler.max_batch_tokens
+        if executor.overlap_sums == "off":
+            return 0
         if ranks <= 2:
             return rows
         if executor.graphs in ("off", "decode") or self.layout.states:
+            return 0
+        # An instance may find another reason; its sums then run next to computation without graphs.
+        if isinstance(model.no_graphs, str) or (attention is not None and attention.graphs not in ("decode", "any")):
             return 0
         return min(executor.max_graph_tokens or rows, rows)
 

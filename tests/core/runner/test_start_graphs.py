@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,14 @@ def graph_start(*, states: tuple[Any, ...] = (), **executor: Any) -> GraphStart:
     return GraphStart(config=config, device=DeviceInfo(type="cpu"), layout=layout, **rest)
 
 
+def max_rows(ranks: int, *, attention: Mapping[str, Any] = {}, model: Mapping[str, Any] = {}, **start: Any) -> int:
+    classes: list[Any] = [
+        SimpleNamespace(**{"graphs": "decode"} | dict(attention)),
+        SimpleNamespace(**{"no_graphs": None} | dict(model)),
+    ]
+    return graph_start(**start).max_overlapped_rows(ranks, *classes)
+
+
 @pytest.mark.parametrize(
     ("executor", "rows"),
     [
@@ -39,9 +48,26 @@ def graph_start(*, states: tuple[Any, ...] = (), **executor: Any) -> GraphStart:
 def test_sums_of_four_ranks_run_next_to_computation_in_steps_that_may_have_graphs(
     executor: dict[str, Any], rows: int
 ) -> None:
-    assert graph_start(**executor).max_overlapped_rows(4) == rows
-    assert graph_start(**executor).max_overlapped_rows(2) == 8192, "two ranks launch few more operations"
+    assert max_rows(4, **executor) == rows
+    assert max_rows(2, **executor) == 8192, "two ranks launch few more operations"
+
+
+@pytest.mark.parametrize(
+    ("attention", "model"),
+    [({"graphs": "none"}, {}), ({}, {"no_graphs": "waits for the device"})],
+    ids=["attention", "model"],
+)
+def test_sums_of_four_ranks_are_all_reduces_where_nothing_has_graphs(
+    attention: dict[str, Any], model: dict[str, Any]
+) -> None:
+    assert max_rows(4, attention=attention, model=model) == 0
+    assert max_rows(2, attention=attention, model=model) == 8192
 
 
 def test_sums_of_four_ranks_are_all_reduces_where_layers_keep_a_state() -> None:
-    assert graph_start(states=(object(),)).max_overlapped_rows(4) == 0
+    assert max_rows(4, states=(object(),)) == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_no_sum_runs_next_to_computation_if_the_setting_is_off(ranks: int) -> None:
+    assert max_rows(ranks, overlap_sums="off") == 0
