@@ -72,6 +72,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "core/layers/expert_tensors.py",
         "core/layers/base.py",
         "core/distributed/partial_sum.py",
+        "core/distributed/scattered_rows.py",
     ),
     "Output parsers": (
         "core/parsers/base.py",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         join as join,
     )
     from engine.core.distributed.rendezvous import MeetingPoint as MeetingPoint, Rendezvous as Rendezvous
+    from engine.core.distributed.scattered_rows import ScatteredRows as ScatteredRows
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
@@ -25,4 +26,5 @@ __getattr__, __dir__, __all__ = exports(
         "MeetingPoint",
         "Rendezvous",
     ),
+    scattered_rows=("ScatteredRows",),
 )
