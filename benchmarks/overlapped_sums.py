@@ -16,7 +16,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,70 @@ def without_piecewise_graphs(engine: Engine, without: bool) -> Iterator[None]:
         launcher._piecewise_graphs = graphs
 
 
+def compare_scores(rank: int, engines: Mapping[str, Engine]) -> None:
+    """Print how much the log-probabilities of both ways differ."""
+    on, again, off = (scores(engines[mode], SCORED) for mode in ("on", "on", "off"))
+    tokens = [[[each[0] for each in one] for _, one in given] for given in (off, on)]
+    say(
+        f"rank {rank}: log-probabilities equal: on twice {on == again}, on and off {on == off}, largest difference"
+        f" {largest_difference(on, off):.4f}; tokens, on and off {tokens[0] == tokens[1]};"
+        f" digest {crc32(str(on).encode()):x}"
+    )
+
+
+def measure_prefill(name: str, cases: Mapping[str, tuple[Engine, bool]], repeats: int) -> dict[str, list[float]]:
+    """Medians of seconds per run and of seconds of launches, and the shortest run. cases: (engine, whether without
+    piecewise graphs), which run in turns."""
+    times: dict[str, list[float]] = {case: [] for case in cases}
+    launches: dict[str, list[float]] = {case: [] for case in cases}
+    load = Load(name="", lengths=tuple((length, 1) for length in STEPS[name]))
+    for number in range(-1, repeats):
+        for case in list(cases)[:: 1 if number % 2 else -1]:
+            engine, eager = cases[case]
+            with without_piecewise_graphs(engine, eager):
+                run = run_load(engine, load, prefix=f"{name} {number} {case}-")
+            if number >= 0:
+                times[case].append(run.seconds)
+                launches[case].append(run.phases.get("launch", 0.0))
+    return {
+        case: [statistics.median(times[case]), statistics.median(launches[case]), min(times[case])] for case in cases
+    }
+
+
+def prefill_rows(
+    arguments: argparse.Namespace, rank: int, name: str, cases: Mapping[str, tuple[Engine, bool]]
+) -> list[Row]:
+    """The times of a load in all cases, which rank 0 prints."""
+    rows: list[Row] = []
+    lengths = STEPS[name]
+    repeats = arguments.repeat if len(lengths) < 16 else max(arguments.repeat // 3, 2)
+    for case, (value, launch, best) in measure_prefill(name, cases, repeats).items():
+        rate = sum(lengths) / value
+        rows.append(Row(metric=f"prefill, {case}", case=name, value=value * 1e3, unit="ms"))
+        rows.append(Row(metric=f"prefill rate, {case}", case=name, value=rate, unit="tokens/s"))
+        rows.append(Row(metric=f"launch, {case}", case=name, value=launch * 1e3, unit="ms"))
+        if rank == 0:
+            say(
+                f"{arguments.case} {name:<10} {case:<10} {value * 1e3:8.2f} ms {rate:9,.0f}/s  best"
+                f" {best * 1e3:.2f}  launch {launch * 1e3:.1f}"
+            )
+    return rows
+
+
+def profile_kernels(rank: int, mode: str, engine: Engine) -> None:
+    """Print the kernels of prefill, and those in the middle of it in their order."""
+    profile = profile_prefill(engine, 16, 2048)
+    if rank != 0:
+        return
+    say(mode)
+    print_profile(profile)
+    ran = sorted(profile.ran, key=lambda one: one.begin)
+    middle = ran[len(ran) // 2 :][:130]
+    for one in middle:
+        begin = one.begin - middle[0].begin
+        say(f"{one.lane:>6}{begin:10.1f}{one.end - one.begin:9.1f}  {one.name[:90]}")
+
+
 def measure_rank(arguments: argparse.Namespace) -> list[Row]:
     """This rank's times."""
     rank, ranks = arguments.rank
@@ -116,52 +180,14 @@ def measure_rank(arguments: argparse.Namespace) -> list[Row]:
             if rank == 0:
                 say(f"{mode}: {time.perf_counter() - begun:.1f} s, graphs up to {graph_tokens(engines[mode])} tokens")
             rows.append(Row(metric="graphs up to", case=mode, value=graph_tokens(engines[mode]), unit="tokens"))
-        on, again, off = (scores(engines[mode], SCORED) for mode in ("on", "on", "off"))
-        tokens = [[[each[0] for each in one] for _, one in given] for given in (off, on)]
-        say(
-            f"rank {rank}: log-probabilities equal: on twice {on == again}, on and off {on == off}, largest difference"
-            f" {largest_difference(on, off):.4f}; tokens, on and off {tokens[0] == tokens[1]};"
-            f" digest {crc32(str(on).encode()):x}"
-        )
+        compare_scores(rank, engines)
         cases = {mode: (engines[mode], False) for mode in MODES}
         if arguments.also_eager:
             cases |= {f"{mode}, eager": (engines[mode], True) for mode in MODES}
         for name in arguments.steps:
-            lengths = STEPS[name]
-            times: dict[str, list[float]] = {case: [] for case in cases}
-            launches: dict[str, list[float]] = {case: [] for case in cases}
-            repeats = arguments.repeat if len(lengths) < 16 else max(arguments.repeat // 3, 2)
-            for number in range(-1, repeats):
-                for case in list(cases)[:: 1 if number % 2 else -1]:
-                    engine, eager = cases[case]
-                    load = Load(name="", lengths=tuple((length, 1) for length in lengths))
-                    with without_piecewise_graphs(engine, eager):
-                        run = run_load(engine, load, prefix=f"{name} {number} {case}-")
-                    if number >= 0:
-                        times[case].append(run.seconds)
-                        launches[case].append(run.phases.get("launch", 0.0))
-            for case in cases:
-                value, launch = statistics.median(times[case]), statistics.median(launches[case])
-                rate = sum(lengths) / value
-                rows.append(Row(metric=f"prefill, {case}", case=name, value=value * 1e3, unit="ms"))
-                rows.append(Row(metric=f"prefill rate, {case}", case=name, value=rate, unit="tokens/s"))
-                rows.append(Row(metric=f"launch, {case}", case=name, value=launch * 1e3, unit="ms"))
-                if rank == 0:
-                    say(
-                        f"{arguments.case} {name:<10} {case:<10} {value * 1e3:8.2f} ms {rate:9,.0f}/s  best"
-                        f" {min(times[case]) * 1e3:.2f}  launch {launch * 1e3:.1f}"
-                    )
-        if arguments.profile:
-            for mode in MODES:
-                profile = profile_prefill(engines[mode], 16, 2048)
-                if rank == 0:
-                    say(mode)
-                    print_profile(profile)
-                    ran = sorted(profile.ran, key=lambda one: one.begin)
-                    middle = ran[len(ran) // 2 :][:130]
-                    for one in middle:
-                        begin = one.begin - middle[0].begin
-                        say(f"{one.lane:>6}{begin:10.1f}{one.end - one.begin:9.1f}  {one.name[:90]}")
+            rows += prefill_rows(arguments, rank, name, cases)
+        for mode in MODES if arguments.profile else ():
+            profile_kernels(rank, mode, engines[mode])
         for batch in DECODED if arguments.decode else ():
             for mode in MODES:
                 step = measure_decode(engines[mode], batch, 128, 64, 2).step
