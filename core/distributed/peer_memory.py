@@ -120,8 +120,8 @@ class PeerMemory:
         return self._reduce_buffers[size, dtype][0]
 
     def sum_exchange(self, max_rows: int, size: int, dtype: torch.dtype) -> SumExchange | SumScatter | None:
-        """What sums the addends of large sums next to computation. None: there are too many ranks or too few rows, or a
-        rank's driver lacks what this needs."""
+        """An object that computes sums of many rows next to computation. None: there are too many ranks or too few
+        rows, or a rank's driver lacks functions that this needs."""
         from engine.core.distributed.stream_operations import Driver
         from engine.core.distributed.sum_exchange import SumExchange
         from engine.core.distributed.sum_scatter import MAX_RANKS, MIN_ROWS, SumScatter

@@ -38,7 +38,7 @@ class RankGroup(ABC):
     rank: int
     ranks: int
     sum_exchange: SumExchange | SumScatter | None = None
-    """Exchanges addends of many rows next to computation; None: not possible, or `open_sum_exchange` was not called."""
+    """Computes sums of many rows next to computation; None: not possible, or `open_sum_exchange` was not called."""
 
     def open_sum_exchange(  # noqa: B027  (a default)
         self, max_rows: int, size: int, dtype: torch.dtype

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OwnRows(ReceivedSum):
-    """The part of a chunk that this rank sums, for its norm. `addend` is that of the whole chunk."""
+    """The rows of a chunk that this rank sums, as the input of its norm. `addend` has all rows of the chunk."""
 
     __slots__ = ("_addends",)
 
@@ -42,15 +42,15 @@ class ScatteredSum(PartialSum):
         self._scatter = scatter
         self._sum: torch.Tensor | None = None
         self._copies: list[torch.Tensor] | None = None
-        """Of the norm, if the exchange had to end before it was received."""
+        """What `finish` returns, where the exchange had to end before `finish` was called."""
         self.slot = slot
         self.is_sent = False
         rows = addend.shape[0]
         part = part_rows(rows, group.ranks)
         self.begin = min(group.rank * part, rows)
-        """This rank's rows: from here..."""
+        """The first of this rank's rows."""
         self.end = min(self.begin + part, rows)
-        """... to here."""
+        """The end of this rank's rows."""
         self.gathered: list[torch.Tensor] | None = None
         """Where all rows of the norm will be, once `gather` was called."""
 
@@ -72,12 +72,12 @@ class ScatteredSum(PartialSum):
         self._scatter.order_norms_behind_current_stream()
 
     def gather(self, made: Sequence[torch.Tensor]) -> None:
-        """Send to all ranks what the norm's stream computed of this rank's rows."""
+        """Send tensors to all ranks: [this rank's rows, ...], computed by the norm's stream."""
         self._scatter.gather(self, made)
 
     def finish(self) -> list[torch.Tensor]:
-        """All rows of what the ranks computed. The current stream waits for the other ranks, not the host. The memory
-        is overwritten by the next but one sum."""
+        """The tensors of `gather` with the rows of all ranks. The current stream waits for the other ranks, the host
+        does not. The second sum that starts after this call may overwrite them."""
         return self._scatter.finish(self) if self._copies is None else self._copies
 
     def settle(self) -> None:

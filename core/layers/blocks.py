@@ -62,7 +62,7 @@ class NormedLinear:
 
 
 class SplitOutput:
-    """A PartialLinear by chunks of rows, each of which is exchanged with the other rank while later rows compute."""
+    """A PartialLinear by chunks of rows, each of which is summed over the ranks while the next chunk is computed."""
 
     def __init__(self, output: PartialLinear, group: RankGroup, exchange: SumExchange | SumScatter) -> None:
         self.linear = output.linear
