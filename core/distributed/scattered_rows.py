@@ -18,7 +18,8 @@ class ScatteredRows:
     """A tensor whose rows are divided among the ranks: each rank has a part of every chunk of rows.
 
     Norms by parts of rows take and return it as the residual, and read no other rank's rows. Every other use as a
-    tensor, also of an attribute, first gathers all rows from all ranks, so that all ranks must use it alike.
+    tensor, also of attributes but for those below, first gathers all rows from all ranks, so that all ranks must use it
+    alike.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], chunks: Sequence[int], group: RankGroup) -> None:
@@ -31,6 +32,26 @@ class ScatteredRows:
     def as_tensor(self) -> torch.Tensor:
         """This object, for a type checker that knows a residual as a tensor."""
         return cast(torch.Tensor, self)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of all rows."""
+        return torch.Size((len(self), *self.parts[0].shape[1:]))
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return self.parts[0].ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As of a tensor."""
+        return self.parts[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self.parts[0].device
 
     @property
     def is_gathered(self) -> bool:
