@@ -78,6 +78,8 @@ class ScatteredRows:
         return function(*tree_map(whole_rows, args), **tree_map(whole_rows, dict(kwargs or {})))
 
     def __getattr__(self, name: str) -> Any:
+        if "_whole" not in self.__dict__:  # copy.copy asks before it has set any attribute
+            raise AttributeError(name)
         return getattr(self.whole(), name)
 
     __hash__ = object.__hash__

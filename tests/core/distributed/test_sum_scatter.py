@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import time
@@ -243,7 +244,8 @@ def test_scattered_rows_are_gathered() -> None:
         zeros = torch.zeros(11, 2)
         for found in (rows + 0.0, zeros + rows, 1.0 * rows, torch.cat([rows[:4], rows[4:]]), zeros.copy_(rows)):  # type: ignore[arg-type]
             assert torch.equal(found, whole)
-        numbers: Any = rows
+        numbers: Any = copy.copy(rows)
+        assert numbers.parts == rows.parts
         assert torch.equal(2.0 - numbers, 2.0 - whole)
         assert torch.equal(-(numbers / 2), -(whole / 2))
         assert torch.equal(numbers @ torch.ones(2, 3), whole @ torch.ones(2, 3))
