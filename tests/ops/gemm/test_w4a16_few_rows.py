@@ -102,6 +102,14 @@ def test_default_tiles_run_at_the_same_time() -> None:
             assert tile.grid(outputs, rows)[0] <= tile.programs * SMS
 
 
+@pytest.mark.parametrize("inputs", [256, 896, 1024, 1152, 1536, 2048])
+def test_default_tiles_of_few_inputs_need_one_loop_iteration(inputs: int) -> None:
+    for outputs in range(256, 3 * 16 * SMS, 256):
+        shape = shape_of(outputs, inputs)
+        tile: Any = default_tile(shape, 2, SMS, HOPPER, wgmma=True)
+        assert shape.blocks <= tile.warps // tile.row_warps * tile.ahead
+
+
 @pytest.fixture
 def multiplier(hopper: torch.device) -> Any:
     return WeightOnlyMatmul(hopper)
