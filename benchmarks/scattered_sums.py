@@ -231,8 +231,8 @@ def measure_rank(arguments: argparse.Namespace) -> list[Row]:
         Rendezvous(rank=rank, ranks=ranks, place=arguments.meet, timeout=60.0), find_device(f"cuda:{rank}")
     )
     rows: list[Row] = []
-    group.open_sum_exchange(max(arguments.rows), arguments.size, DTYPE)
-    scatter = group.sum_exchange
+    group.open_overlapped_sums(max(arguments.rows), arguments.size, DTYPE)
+    scatter = group.overlapped_sums
     assert scatter is not None, "these GPUs do not share memory"
 
     def add(case: str, step: Step) -> None:

@@ -45,7 +45,7 @@ def rank_executor(rank: int, ranks: int, meet: str, *, exchanges: bool = True) -
             super().__init__(deployment, options)
             group: Any = join(Rendezvous(rank=rank, ranks=ranks, place=meet), self._device)
             if not exchanges:
-                group.open_sum_exchange = lambda *given: None
+                group.open_overlapped_sums = lambda *given: None
             self._runner = deployment.make_runner(group)
 
     return SingleRankExecutor

@@ -16,9 +16,8 @@ from uuid import uuid4
 import torch
 
 if TYPE_CHECKING:
+    from engine.core.distributed.overlapped_sums import OverlappedSums
     from engine.core.distributed.rank_group import RankGroup
-    from engine.core.distributed.sum_exchange import SumExchange
-    from engine.core.distributed.sum_scatter import SumScatter
     from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
 
 log = logging.getLogger(__name__)
@@ -119,7 +118,7 @@ class PeerMemory:
             self._reduce_buffers[size, dtype] = buffers, memory
         return self._reduce_buffers[size, dtype][0]
 
-    def sum_exchange(self, max_rows: int, size: int, dtype: torch.dtype) -> SumExchange | SumScatter | None:
+    def overlapped_sums(self, max_rows: int, size: int, dtype: torch.dtype) -> OverlappedSums | None:
         """An object that computes sums of many rows next to computation. None: there are too many ranks or too few
         rows, or a rank's driver lacks functions that this needs."""
         from engine.core.distributed.stream_operations import Driver

@@ -20,9 +20,8 @@ from engine.core.errors import ExecutorError
 
 if TYPE_CHECKING:
     from engine.core.device import DeviceInfo
+    from engine.core.distributed.overlapped_sums import OverlappedSums
     from engine.core.distributed.peer_memory import PeerMemory
-    from engine.core.distributed.sum_exchange import SumExchange
-    from engine.core.distributed.sum_scatter import SumScatter
     from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
 
 _c10d: Any = torch._C._distributed_c10d  # torch.distributed has neither the options nor types
@@ -37,13 +36,13 @@ class RankGroup(ABC):
 
     rank: int
     ranks: int
-    sum_exchange: SumExchange | SumScatter | None = None
-    """Computes sums of many rows next to computation; None: not possible, or `open_sum_exchange` was not called."""
+    overlapped_sums: OverlappedSums | None = None
+    """Computes sums of many rows next to computation; None: not possible, or `open_overlapped_sums` was not called."""
 
-    def open_sum_exchange(  # noqa: B027  (a default)
+    def open_overlapped_sums(  # noqa: B027  (a default)
         self, max_rows: int, size: int, dtype: torch.dtype
     ) -> None:
-        """Allocate memory for `sum_exchange`, for sums of up to `max_rows` rows of `size` numbers, where possible.
+        """Allocate memory for `overlapped_sums`, for sums of up to `max_rows` rows of `size` numbers, where possible.
 
         Called by all ranks, with the same arguments, before layers are made.
         """
@@ -163,9 +162,9 @@ class TorchGroup(RankGroup):
     def reduce_buffers(self, size: int, dtype: torch.dtype) -> ReduceBuffers | None:
         return None if self.peers is None else self.peers.reduce_buffers(size, dtype)
 
-    def open_sum_exchange(self, max_rows: int, size: int, dtype: torch.dtype) -> None:
+    def open_overlapped_sums(self, max_rows: int, size: int, dtype: torch.dtype) -> None:
         if self.peers is not None:
-            self.sum_exchange = self.peers.sum_exchange(max_rows, size, dtype)
+            self.overlapped_sums = self.peers.overlapped_sums(max_rows, size, dtype)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         gathered = x.new_empty(self.ranks * x.numel())
@@ -186,20 +185,20 @@ class TorchGroup(RankGroup):
     @contextmanager
     def alone(self) -> Iterator[None]:
         self._is_alone = True
-        if self.sum_exchange is not None:
-            self.sum_exchange.is_alone = True
+        if self.overlapped_sums is not None:
+            self.overlapped_sums.is_alone = True
         try:
             yield
         finally:
             self._is_alone = False
-            if self.sum_exchange is not None:
-                self.sum_exchange.is_alone = False
+            if self.overlapped_sums is not None:
+                self.overlapped_sums.is_alone = False
 
     def close(self) -> None:
         """As RankGroup.close. Must not be called while work is in progress on the device."""
         if self.peers is not None:
             self.peers.close()
-            self.peers = self.sum_exchange = None
+            self.peers = self.overlapped_sums = None
         backend, self._backend = self._backend, None
         if backend is not None and self._device.type == "cuda":
             backend.shutdown()

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.core.distributed.overlapped_sums import OverlappedSums, first_rows
 from engine.core.distributed.partial_sum import USED_TWICE, ReceivedSum, sum_addends
 from engine.core.distributed.stream_operations import WAIT, WRITE, Driver, batch, current_stream
-from engine.core.errors import ExecutorError
 
 if TYPE_CHECKING:
     from engine.core.distributed.rank_group import RankGroup
@@ -36,13 +36,6 @@ BUFFERS = 4
 MAX_IN_PROGRESS = 2
 MIN_ROWS = 2048
 """Smaller sums are not split: two small GEMMs take longer than one, and the waits cost more than they hide."""
-CHUNK_MULTIPLE = 128
-"""Rows of a tile of the GEMMs: a chunk of other sizes computes tiles in part."""
-
-
-def first_rows(rows: int) -> int:
-    """Number of rows in the first of two chunks."""
-    return -(-rows // (2 * CHUNK_MULTIPLE)) * CHUNK_MULTIPLE
 
 
 class ExchangedSum(ReceivedSum):
@@ -91,8 +84,10 @@ class ExchangedSum(ReceivedSum):
         return self._addend
 
 
-class SumExchange:
+class SumExchange(OverlappedSums):
     """Exchanges the addends of two ranks."""
+
+    min_rows = MIN_ROWS
 
     def __init__(
         self,
@@ -105,19 +100,14 @@ class SumExchange:
         size: int,
         dtype: torch.dtype,
     ) -> None:
-        """driver: what `Driver.find` found, on both ranks. allocate: makes memory of that many bytes which both
-        ranks can reach, and returns it and the ranks' addresses of it. max_rows: of a whole sum."""
-        self._group = group
-        self.max_rows = max_rows
-        self.size = size
-        self.dtype = dtype
-        self.is_alone = False
+        """As OverlappedSums. allocate: makes memory of that many bytes which both ranks can reach, and returns it and
+        the ranks' addresses of it."""
+        super().__init__(driver, group, device, max_rows=max_rows, size=size, dtype=dtype)
         rows = first_rows(max_rows)
         row = size * dtype.itemsize
         self._nbytes = -(-rows * row // 256) * 256
         memory, addresses = allocate(BUFFERS * self._nbytes + 256)
         self.nbytes = memory.nbytes
-        """Bytes of the receive buffers."""
         self._memory = memory
         self._received = [
             memory[index * self._nbytes :][: rows * row].view(dtype).view(rows, size) for index in range(BUFFERS)
@@ -135,9 +125,6 @@ class SumExchange:
         self._other_arrived = [other + arrived + 4 * index for index in range(BUFFERS)]
         self._own_free = [own + free + 4 * index for index in range(BUFFERS)]
         self._other_free = [other + free + 4 * index for index in range(BUFFERS)]
-        self._driver = driver
-        self._device = device
-        self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._side = self._stream.cuda_stream
         self._ready = [self._driver.event() for _ in range(BUFFERS)]
@@ -152,14 +139,6 @@ class SumExchange:
         self._read: list[int] = []
         """Buffers that have been read, but not freed yet."""
         self._next = 0
-
-    def supports(self, size: int, dtype: str) -> bool:
-        """Whether rows of that many numbers of this dtype can be exchanged."""
-        return size == self.size and getattr(torch, dtype) == self.dtype
-
-    def split(self, rows: int) -> int | None:
-        """Number of rows in the first of two chunks. None: too few rows, or too many."""
-        return first_rows(rows) if MIN_ROWS <= rows <= self.max_rows else None
 
     def start(self, addend: torch.Tensor) -> ExchangedSum:
         """Send rows to the other rank: [rows, size], once the current stream has computed them."""
@@ -249,15 +228,3 @@ class SumExchange:
     def _set_captured(self, flag: int) -> int:
         """Set a flag of the other rank by a copy: as in NCCL, memory operations of a graph are on own memory."""
         return self._driver.copy(flag, self._one.data_ptr(), self._one.nbytes, self._side)
-
-    def _run(self, stream: int, operations: Any) -> int:
-        """Launch memory operations."""
-        return self._driver.memory_operations(stream, len(operations), operations, 0)
-
-    def _check(self, failed: int) -> None:
-        """failed: the result of calls of the driver, of which the first that fails ends an exchange."""
-        if failed:
-            group = self._group
-            raise ExecutorError(
-                f"rank {group.rank} of {group.ranks}: an exchange of addends failed: CUDA error {failed}"
-            )

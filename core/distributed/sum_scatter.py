@@ -28,11 +28,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.core.distributed.overlapped_sums import OverlappedSums, first_rows
 from engine.core.distributed.partial_sum import USED_TWICE
 from engine.core.distributed.scattered_rows import part_rows
 from engine.core.distributed.scattered_sum import OwnRows, ScatteredSum
 from engine.core.distributed.stream_operations import WAIT, WRITE, Driver, batch, current_stream
-from engine.core.distributed.sum_exchange import ExchangedSum, first_rows
+from engine.core.distributed.sum_exchange import ExchangedSum
 from engine.core.errors import ExecutorError
 
 if TYPE_CHECKING:
@@ -54,8 +55,10 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-class SumScatter:
+class SumScatter(OverlappedSums):
     """Sums the addends of 2 to MAX_RANKS ranks by parts of rows."""
+
+    min_rows = MIN_ROWS
 
     def __init__(
         self,
@@ -69,11 +72,7 @@ class SumScatter:
         dtype: torch.dtype,
     ) -> None:
         """As SumExchange."""
-        self._group = group
-        self.max_rows = max_rows
-        self.size = size
-        self.dtype = dtype
-        self.is_alone = False
+        super().__init__(driver, group, device, max_rows=max_rows, size=size, dtype=dtype)
         rank, ranks = group.rank, group.ranks
         self._others = [(rank + step) % ranks for step in range(1, ranks)]
         """In the order of copies: at any time, each rank receives from another one."""
@@ -92,8 +91,6 @@ class SumScatter:
         group.minimum(0)  # a barrier: no rank sends before all flags are cleared
         self._addresses = addresses
         self._flags_at = flags_at
-        self._driver = driver
-        self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._norm_stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._side = self._norm_stream.cuda_stream
         self._copy_stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -123,14 +120,6 @@ class SumScatter:
         """Offset of the memory in which `owner` receives the addend of `source`."""
         ranks = self._group.ranks
         return (slot * (ranks - 1) + (source - owner - 1) % ranks) * self._addend_bytes
-
-    def supports(self, size: int, dtype: str) -> bool:
-        """Whether rows of that many numbers of this dtype can be summed."""
-        return size == self.size and getattr(torch, dtype) == self.dtype
-
-    def split(self, rows: int) -> int | None:
-        """Number of rows in the first of two chunks. None: too few rows, or too many."""
-        return first_rows(rows) if MIN_ROWS <= rows <= self.max_rows else None
 
     def norm_stream(self) -> AbstractContextManager[Any]:
         """Launches in the stream of norms."""
@@ -250,13 +239,3 @@ class SumScatter:
 
     def _copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
         return self._driver.copy(target, source, nbytes, stream) if nbytes else 0
-
-    def _run(self, stream: int, operations: Any) -> int:
-        """Launch memory operations."""
-        return self._driver.memory_operations(stream, len(operations), operations, 0)
-
-    def _check(self, failed: int) -> None:
-        """failed: the result of calls of the driver, of which the first that fails ends a sum."""
-        if failed:
-            group = self._group
-            raise ExecutorError(f"rank {group.rank} of {group.ranks}: a sum by parts failed: CUDA error {failed}")

@@ -18,9 +18,8 @@ from engine.core.layers.linear import PartialLinear
 from engine.core.layers.normed_parts import NormedParts
 
 if TYPE_CHECKING:
+    from engine.core.distributed.overlapped_sums import OverlappedSums
     from engine.core.distributed.rank_group import RankGroup
-    from engine.core.distributed.sum_exchange import SumExchange
-    from engine.core.distributed.sum_scatter import SumScatter
     from engine.core.layers.attention import Attention, GroupedAttention
     from engine.core.layers.linear import Linear, TensorOrQuantized
     from engine.core.layers.norm import Norm, ResidualAddition
@@ -64,22 +63,22 @@ class NormedLinear:
 class SplitOutput:
     """A PartialLinear by chunks of rows, each of which is summed over the ranks while the next chunk is computed."""
 
-    def __init__(self, output: PartialLinear, group: RankGroup, exchange: SumExchange | SumScatter) -> None:
+    def __init__(self, output: PartialLinear, group: RankGroup, sums: OverlappedSums) -> None:
         self.linear = output.linear
         self._output = output
         self._group = group
-        self._exchange = exchange
+        self._sums = sums
 
     def __call__(self, x: TensorOrQuantized) -> PartialSum:
         """x: [..., this rank's in_features] -> [..., out_features]; in chunks if x has enough rows."""
         if not isinstance(x, torch.Tensor) or x.dim() != 2:
             return self._output(x)
-        first = self._exchange.split(x.shape[0])
+        first = self._sums.split(x.shape[0])
         return self._output(x) if first is None else self.by_chunk((x[:first], x[first:]))
 
     def by_chunk(self, chunks: Iterable[TensorOrQuantized]) -> SplitSum:
         """The outputs of chunks of rows. The computation of a chunk starts behind that of the one before."""
-        return SplitSum([self._exchange.start(self._output(x).addend) for x in chunks], self._group)
+        return SplitSum([self._sums.start(self._output(x).addend) for x in chunks], self._group)
 
 
 def normed_chunks(

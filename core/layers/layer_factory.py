@@ -263,9 +263,9 @@ class LayerFactory(SingleLayerFactory):
         if norm:
             return NormedLinear(partial, self.norm(norm, size, eps, kind))
         made = partial if scale == 1.0 else ScaledPartialLinear(partial.linear, self._group, scale)
-        exchange = self._group.sum_exchange
+        sums = self._group.overlapped_sums
         # A block without a norm gets its input normed, as in layers of parallel attention and MLP, whose sums are
         # reduced as one.
-        if exchange is None or not input_norm or not exchange.supports(size, self.dtype):
+        if sums is None or not input_norm or not sums.supports(size, self.dtype):
             return made
-        return SplitOutput(made, self._group, exchange)
+        return SplitOutput(made, self._group, sums)

@@ -146,7 +146,7 @@ class RunnerStart:
             if has_kernels:
                 rows = self._graphs.max_overlapped_rows(self._group.ranks, self._attention, self._parts.model)
                 if rows:
-                    self._group.open_sum_exchange(rows, self._model_spec.hidden_size, torch_dtype(self._dtype))
+                    self._group.open_overlapped_sums(rows, self._model_spec.hidden_size, torch_dtype(self._dtype))
             model, layers = self._build_model()
             self.layers = layers
             if self._drafter is not None:
@@ -264,8 +264,8 @@ class RunnerStart:
             largest = -self._group.minimum(-found.max_graph_tokens)
         rows = min(max_sampling_rows(self._config, speculates=self._speculates), tokens)
         activations = int(found.activations * (1 + extra_graph_memory(largest, tokens)))
-        exchange = self._group.sum_exchange
-        activations += logits_bytes(self._model_spec, rows) + (0 if exchange is None else exchange.nbytes)
+        sums = self._group.overlapped_sums
+        activations += logits_bytes(self._model_spec, rows) + (0 if sums is None else sums.nbytes)
         return TrialResult(activations=activations, max_graph_tokens=largest)
 
     def _run_trial_step(self, model: Model, kv_scales: tuple[KVScales, ...]) -> tuple[TrialResult, bool]:

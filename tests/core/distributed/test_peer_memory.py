@@ -83,13 +83,13 @@ def test_sums_are_not_exchanged_by_more_ranks_or_without_a_driver(
 ) -> None:
     memory = make(0)
     monkeypatch.setattr(stream_operations.Driver, "find", lambda device: None)
-    assert memory.sum_exchange(4096, 64, torch.bfloat16) is None
+    assert memory.overlapped_sums(4096, 64, torch.bfloat16) is None
     monkeypatch.setattr(stream_operations.Driver, "find", lambda device: pytest.fail("must not be asked"))
-    assert memory.sum_exchange(4096, 65, torch.bfloat16) is None, "rows are not aligned"
+    assert memory.overlapped_sums(4096, 65, torch.bfloat16) is None, "rows are not aligned"
     memory._group = LoneRank(0, 8)
-    assert memory.sum_exchange(4096, 64, torch.bfloat16) is None
+    assert memory.overlapped_sums(4096, 64, torch.bfloat16) is None
     memory._group = LoneRank(0, 4)
-    assert memory.sum_exchange(4095, 64, torch.bfloat16) is None, "no sum has enough rows"
+    assert memory.overlapped_sums(4095, 64, torch.bfloat16) is None, "no sum has enough rows"
 
 
 def test_open_returns_none_if_there_are_no_kernels_or_a_rank_cannot_map(

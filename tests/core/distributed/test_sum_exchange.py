@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 
 from engine.core.distributed.sum_exchange import BUFFERS, SumExchange
 from engine.core.errors import ExecutorError
+from tests.core.distributed.gpu_processes import run_script
 from tests.core.distributed.immediate_driver import Allocate, ImmediateDriver, Meeting, on_ranks, patch_streams
 
 SIZE, MAX_ROWS = 8, 4096
@@ -138,7 +137,7 @@ def test_split_is_a_multiple_of_tiles_between_the_limits() -> None:
 def test_error_of_the_driver_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(exchange: SumExchange, rank: int) -> None:
         monkeypatch.setattr(exchange._driver, "record", lambda event, stream: 700)
-        with pytest.raises(ExecutorError, match=rf"rank {rank} of 2: an exchange of addends failed: CUDA error 700"):
+        with pytest.raises(ExecutorError, match=rf"rank {rank} of 2: a sum next to computation failed: CUDA error 700"):
             exchange.start(addends(rank, 1, 4)[0])
 
     on_both(work)
@@ -154,8 +153,8 @@ from engine.core.distributed.rendezvous import Rendezvous
 rank, directory = int(sys.argv[1]), sys.argv[2]
 group = join(Rendezvous(rank=rank, ranks=2, place=directory, timeout=60.0), find_device(f"cuda:{rank}"))
 device, dtype, size = torch.device("cuda", rank), torch.bfloat16, 4096
-group.open_sum_exchange(4096, size, dtype)
-exchange = group.sum_exchange
+group.open_overlapped_sums(4096, size, dtype)
+exchange = group.overlapped_sums
 assert exchange is not None, "these GPUs do not share memory"
 generator = torch.Generator(device).manual_seed(rank)
 
@@ -208,19 +207,9 @@ for call in range(20):
 torch.cuda.synchronize()
 group.close()
 """
-"""One rank's process: exchanges at once and from a CUDA graph, with ranks that are not in step."""
+"""One rank's process: exchanges launched and from a CUDA graph, with ranks that are not in step."""
 
 
 @pytest.mark.gpu
 def test_two_gpus_sum_as_nccl_does(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs; torch sees {torch.cuda.device_count()}")
-    commands = [[sys.executable, "-c", PROCESS, str(rank), str(tmp_path / "ranks")] for rank in range(2)]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
+    run_script(PROCESS, 2, tmp_path)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ from engine.core.distributed.scattered_sum import ScatteredSum
 from engine.core.distributed.sum_exchange import ExchangedSum
 from engine.core.distributed.sum_scatter import SumScatter
 from engine.core.errors import ExecutorError
+from tests.core.distributed.gpu_processes import run_script
 from tests.core.distributed.immediate_driver import Allocate, ImmediateDriver, Meeting, on_ranks, patch_streams
 
 SIZE, MAX_ROWS = 8, 4096
@@ -224,7 +223,9 @@ def test_driver_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(scatter: SumScatter, group: Meeting) -> None:
         driver: Any = scatter._driver
         driver.copy = lambda *given: 719
-        with pytest.raises(ExecutorError, match=f"rank {group.rank} of 4: a sum by parts failed: CUDA error 719"):
+        with pytest.raises(
+            ExecutorError, match=f"rank {group.rank} of 4: a sum next to computation failed: CUDA error 719"
+        ):
             scatter.start(addends(group.rank, [8])[0])
 
     on_scatters(4, work)
@@ -274,8 +275,8 @@ from engine.ops.norm.rms_norm_quantize import add_rms_norm_quantize
 rank, directory = int(sys.argv[1]), sys.argv[2]
 group = join(Rendezvous(rank=rank, ranks=4, place=directory, timeout=60.0), find_device(f"cuda:{rank}"))
 device, dtype, size, fp8 = torch.device("cuda", rank), torch.bfloat16, 4096, torch.float8_e4m3fn
-group.open_sum_exchange(4096, size, dtype)
-scatter = group.sum_exchange
+group.open_overlapped_sums(4096, size, dtype)
+scatter = group.overlapped_sums
 assert isinstance(scatter, SumScatter), "these GPUs do not share memory"
 generator = torch.Generator(device).manual_seed(rank)
 shared = torch.Generator(device).manual_seed(7)
@@ -371,14 +372,4 @@ group.close()
 
 @pytest.mark.gpu
 def test_four_gpus_norm_the_sum_of_all_addends(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 4:
-        pytest.skip(f"needs 4 GPUs; torch sees {torch.cuda.device_count()}")
-    commands = [[sys.executable, "-c", PROCESS, str(rank), str(tmp_path / "ranks")] for rank in range(4)]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
+    run_script(PROCESS, 4, tmp_path)

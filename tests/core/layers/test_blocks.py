@@ -56,6 +56,10 @@ def attention_block(layers: LayerFactory, **settings: Any) -> Any:
     return layers.attention_block(0, "attn", HIDDEN, norm="norm", **shape, **settings)
 
 
+def mlp(layers: LayerFactory) -> Any:
+    return layers.mlp("up", "down", HIDDEN, INTERMEDIATE, norm="mlp_norm", eps=EPS, norm_kind="layer")
+
+
 def gated_mlp(layers: LayerFactory, **settings: Any) -> Any:
     return layers.gated_mlp("mlp", HIDDEN, INTERMEDIATE, norm="norm", eps=EPS, **settings)
 

@@ -15,7 +15,7 @@ from engine.core.distributed.sum_scatter import SumScatter
 from engine.core.layers import LayerFactory
 from engine.core.layers.normed_parts import NormedParts
 from tests.core.distributed.immediate_driver import Allocate, ImmediateDriver, Meeting, on_ranks, patch_streams
-from tests.core.layers.test_blocks import EPS, HIDDEN, INTERMEDIATE, attention_block, fill, forward_pass, gated_mlp
+from tests.core.layers.test_blocks import EPS, HIDDEN, INTERMEDIATE, attention_block, fill, forward_pass, gated_mlp, mlp
 from tests.testing.quant_faults import ByRow, Fused
 
 ROWS, FIRST, RANKS = 21, 12, 4
@@ -36,17 +36,13 @@ class Halves(SumScatter):
 def make(group: Meeting, allocate: Allocate, *, splits: bool, fused: bool = False) -> LayerFactory:
     driver: Any = ImmediateDriver()
     sizes: dict[str, Any] = {"max_rows": 1024, "size": HIDDEN, "dtype": torch.float32}
-    group.sum_exchange = Halves(driver, group, allocate, torch.device("cpu", 0), **sizes) if splits else None
+    group.overlapped_sums = Halves(driver, group, allocate, torch.device("cpu", 0), **sizes) if splits else None
     return LayerFactory(dtype="float32", device="cpu", group=group, fused=fused)
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(ROWS, HIDDEN, generator=generator), torch.randn(ROWS, HIDDEN, generator=generator)
-
-
-def mlp(layers: LayerFactory) -> Any:
-    return layers.mlp("up", "down", HIDDEN, INTERMEDIATE, norm="mlp_norm", eps=EPS, norm_kind="layer")
 
 
 def check_ranks(work: Callable[[LayerFactory], list[torch.Tensor]], *, fused: bool = False) -> None:
@@ -67,7 +63,7 @@ def test_blocks_by_parts_equal_whole_blocks(second: Callable[..., Any]) -> None:
     """Two decoder layers and the last norm."""
 
     def work(layers: LayerFactory) -> list[torch.Tensor]:
-        splits = layers._group.sum_exchange is not None
+        splits = layers._group.overlapped_sums is not None
         attention, other = attention_block(layers), second(layers)
         norm = layers.norm("last", HIDDEN, EPS)
         fill(layers)
@@ -180,7 +176,7 @@ def test_norms_by_parts_are_quantized_if_that_is_by_row(kind: type[Fused]) -> No
         norm: Any = layers.norm("last", HIDDEN, EPS)
         fill(layers)
         given, residual = inputs()
-        scatter, linear = layers._group.sum_exchange, Next(kind(None))
+        scatter, linear = layers._group.overlapped_sums, Next(kind(None))
         chunks: Any = [scatter.start(part / RANKS) for part in given.split([FIRST, ROWS - FIRST])]  # type: ignore[union-attr]
         parts = NormedParts(norm, linear, chunks, residual.clone(), layers._group)  # type: ignore[arg-type]
         found: list[Any] = [one.x.clone() if kind is ByRow else one.clone() for one in parts]  # type: ignore[union-attr]

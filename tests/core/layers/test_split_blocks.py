@@ -13,7 +13,7 @@ from engine.core.distributed.partial_sum import SplitSum
 from engine.core.distributed.sum_exchange import ExchangedSum
 from engine.core.layers import LayerFactory
 from engine.testing.ranks import LoneRank, run_ranks
-from tests.core.layers.test_blocks import EPS, HIDDEN, INTERMEDIATE, attention_block, fill, forward_pass, gated_mlp
+from tests.core.layers.test_blocks import EPS, HIDDEN, INTERMEDIATE, attention_block, fill, forward_pass, gated_mlp, mlp
 
 ROWS = 5
 
@@ -47,7 +47,7 @@ class Exchange:
 
 
 def make(group: RankGroup, splits: bool) -> LayerFactory:
-    group.sum_exchange = Exchange(group) if splits else None  # type: ignore[assignment]
+    group.overlapped_sums = Exchange(group) if splits else None  # type: ignore[assignment]
     return LayerFactory(dtype="float32", device="cpu", group=group)
 
 
@@ -58,10 +58,6 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 def whole(hidden: Any) -> torch.Tensor:
     return hidden.reduce() if isinstance(hidden, PartialSum) else hidden
-
-
-def mlp(layers: LayerFactory) -> Any:
-    return layers.mlp("up", "down", HIDDEN, INTERMEDIATE, norm="mlp_norm", eps=EPS, norm_kind="layer")
 
 
 @pytest.mark.parametrize("second", [gated_mlp, mlp])
@@ -98,7 +94,7 @@ def test_chunk_is_sent_before_the_sum_of_the_next_is_needed() -> None:
     hidden, residual = attention(forward_pass(), *inputs(), None)
     hidden, residual = other(hidden, residual)
     attention(forward_pass(), hidden, residual, None)
-    exchange: Any = group.sum_exchange
+    exchange: Any = group.overlapped_sums
     sent = ["start 3", "start 2"]
     assert exchange.events == [*sent, "receive 3", "start 3", "receive 2", "start 2", "receive 3", "receive 2", *sent]
 
