@@ -15,6 +15,8 @@ WARN_SECONDS = 4.0
 """Time after which the log names what holds up the exit: before the supervisor kills the process, after 5 s."""
 EXIT_SECONDS = 5.0
 """Time in which a process that has nothing left to close must exit."""
+WRITE_SECONDS = 1.0
+"""Time that the last output may take beyond that: a full pipe that no one reads blocks each write."""
 STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 PACKAGES = ("site-packages", "dist-packages")
 """Directories of other packages, which may be within STDLIB."""
@@ -25,13 +27,17 @@ log = logging.getLogger(__name__)
 def limit_exit(code: int, seconds: float = EXIT_SECONDS) -> None:
     """End this process with this exit code after `seconds`, unless it has exited by then. Returns immediately.
 
-    After WARN_SECONDS (or `seconds`, if less), the log names the function that holds up the exit. A process whose code
-    never releases the GIL is not ended.
+    A process whose output blocks is ended WRITE_SECONDS later. After WARN_SECONDS (or `seconds`, if less), the log
+    names the function that holds up the exit. A process whose code never releases the GIL is not ended.
     """
-    threading.Thread(target=_limit, args=(code, seconds), name="exit-limit", daemon=True).start()
+    written = threading.Event()
+    # Now, since no thread can be started while Python exits; two, since writes may block.
+    for work, arguments in ((_report, (seconds, written)), (_limit, (code, seconds, written))):
+        threading.Thread(target=work, args=arguments, name="exit-limit", daemon=True).start()
 
 
-def _limit(code: int, seconds: float) -> None:
+def _report(seconds: float, written: threading.Event) -> None:
+    """Log what holds up the exit, and write what is still to be written."""
     time.sleep(min(WARN_SECONDS, seconds))
     log.warning(
         "the exit of this process is held up by %s; the process is ended %g s after its exit began",
@@ -43,6 +49,11 @@ def _limit(code: int, seconds: float) -> None:
         if stream is not None:
             with suppress(Exception):  # no one reads the output any more, or a plugin has replaced the stream
                 stream.flush()
+    written.set()
+
+
+def _limit(code: int, seconds: float, written: threading.Event) -> None:
+    written.wait(seconds + WRITE_SECONDS)
     os._exit(code)
 
 

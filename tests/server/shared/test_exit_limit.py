@@ -91,3 +91,24 @@ def test_a_limit_shorter_than_the_time_of_the_warning_is_kept(tmp_path: Path) ->
     code, errors = run(tmp_path, "atexit.register(hold_up)", warn=50, seconds=0.1)
     assert code == 7
     assert "held up by hold_up() (" in errors
+
+
+def test_a_process_whose_output_no_one_reads_is_ended_too(tmp_path: Path) -> None:
+    before = """
+import os
+os.set_blocking(2, False)
+try:
+    while True:
+        os.write(2, b"x" * 65536)
+except BlockingIOError:
+    os.set_blocking(2, True)  # the pipe is full: each further write blocks
+exit_limit.WRITE_SECONDS = 0.1
+atexit.register(hold_up)
+"""
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT.format(before=before, after="", warn=0.05, seconds=0.1))
+    with subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.wait(timeout=30) == 7
+        finally:
+            process.kill()
