@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from engine.core.distributed.scattered_sum import ScatteredSum
     from engine.core.distributed.sum_exchange import ExchangedSum
 
+Allocate = Callable[[int], tuple[torch.Tensor, Sequence[int]]]
+"""Makes memory of that many bytes that all ranks can reach, and returns it and the ranks' addresses of it."""
 CHUNK_MULTIPLE = 128
 """Rows of a tile of the GEMMs: a chunk of other sizes computes tiles in part."""
 
@@ -33,7 +36,15 @@ class OverlappedSums(ABC):
     """Bytes of the memory that other ranks write to."""
 
     def __init__(
-        self, driver: Driver, group: RankGroup, device: torch.device, *, max_rows: int, size: int, dtype: torch.dtype
+        self,
+        driver: Driver,
+        group: RankGroup,
+        allocate: Allocate,
+        device: torch.device,
+        *,
+        max_rows: int,
+        size: int,
+        dtype: torch.dtype,
     ) -> None:
         """driver: what `Driver.find` found, on all ranks. max_rows: of a whole sum; size: numbers per row."""
         self._driver = driver
@@ -44,6 +55,11 @@ class OverlappedSums(ABC):
         self.dtype = dtype
         self.is_alone = False
         """Whether this rank computes alone, so that its addends are the sums."""
+        self._open(allocate, device)
+
+    @abstractmethod
+    def _open(self, allocate: Allocate, device: torch.device) -> None:
+        """Allocate the memory, and make streams and events."""
 
     def supports(self, size: int, dtype: str) -> bool:
         """Whether rows of that many numbers of this dtype can be summed."""

@@ -18,15 +18,15 @@ long: the exchange that had it before ended before the last but one began.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.core.distributed.overlapped_sums import OverlappedSums, first_rows
+from engine.core.distributed.overlapped_sums import Allocate, OverlappedSums, first_rows
 from engine.core.distributed.partial_sum import USED_TWICE, ReceivedSum, sum_addends
-from engine.core.distributed.stream_operations import WAIT, WRITE, Driver, batch, current_stream
+from engine.core.distributed.stream_operations import WAIT, WRITE, batch, current_stream
 
 if TYPE_CHECKING:
     from engine.core.distributed.rank_group import RankGroup
@@ -89,36 +89,24 @@ class SumExchange(OverlappedSums):
 
     min_rows = MIN_ROWS
 
-    def __init__(
-        self,
-        driver: Driver,
-        group: RankGroup,
-        allocate: Callable[[int], tuple[torch.Tensor, Sequence[int]]],
-        device: torch.device,
-        *,
-        max_rows: int,
-        size: int,
-        dtype: torch.dtype,
-    ) -> None:
-        """As OverlappedSums. allocate: makes memory of that many bytes which both ranks can reach, and returns it and
-        the ranks' addresses of it."""
-        super().__init__(driver, group, device, max_rows=max_rows, size=size, dtype=dtype)
-        rows = first_rows(max_rows)
-        row = size * dtype.itemsize
+    def _open(self, allocate: Allocate, device: torch.device) -> None:
+        rows = first_rows(self.max_rows)
+        row = self.size * self.dtype.itemsize
         self._nbytes = -(-rows * row // 256) * 256
         memory, addresses = allocate(BUFFERS * self._nbytes + 256)
         self.nbytes = memory.nbytes
         self._memory = memory
         self._received = [
-            memory[index * self._nbytes :][: rows * row].view(dtype).view(rows, size) for index in range(BUFFERS)
+            memory[index * self._nbytes :][: rows * row].view(self.dtype).view(rows, self.size)
+            for index in range(BUFFERS)
         ]
         flags = memory[BUFFERS * self._nbytes :].view(torch.int32)
         flags.fill_(0)
         flags[BUFFERS : 2 * BUFFERS].fill_(1)
         self._one = torch.ones(1, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
-        group.minimum(0)  # a barrier: no rank sends before all flags are set
-        own, other = addresses[group.rank], addresses[1 - group.rank]
+        self._group.minimum(0)  # a barrier: no rank sends before all flags are set
+        own, other = addresses[self._group.rank], addresses[1 - self._group.rank]
         self._buffers = [other + index * self._nbytes for index in range(BUFFERS)]
         arrived, free = (BUFFERS * self._nbytes + 4 * BUFFERS * index for index in range(2))
         self._own_arrived = [own + arrived + 4 * index for index in range(BUFFERS)]

@@ -21,23 +21,23 @@ norm of a chunk when all addends for it have arrived, which the other ranks sent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.core.distributed.overlapped_sums import OverlappedSums, first_rows
+from engine.core.distributed.overlapped_sums import Allocate, OverlappedSums, first_rows
 from engine.core.distributed.partial_sum import USED_TWICE
 from engine.core.distributed.scattered_rows import part_rows
 from engine.core.distributed.scattered_sum import OwnRows, ScatteredSum
-from engine.core.distributed.stream_operations import WAIT, WRITE, Driver, batch, current_stream
+from engine.core.distributed.stream_operations import WAIT, WRITE, batch, current_stream
 from engine.core.distributed.sum_exchange import ExchangedSum
 from engine.core.errors import ExecutorError
 
 if TYPE_CHECKING:
-    from engine.core.distributed.rank_group import RankGroup
+    pass
 
 MAX_RANKS = 4
 """The norm's kernels add up to this many addends."""
@@ -60,23 +60,11 @@ class SumScatter(OverlappedSums):
 
     min_rows = MIN_ROWS
 
-    def __init__(
-        self,
-        driver: Driver,
-        group: RankGroup,
-        allocate: Callable[[int], tuple[torch.Tensor, Sequence[int]]],
-        device: torch.device,
-        *,
-        max_rows: int,
-        size: int,
-        dtype: torch.dtype,
-    ) -> None:
-        """As SumExchange."""
-        super().__init__(driver, group, device, max_rows=max_rows, size=size, dtype=dtype)
-        rank, ranks = group.rank, group.ranks
+    def _open(self, allocate: Allocate, device: torch.device) -> None:
+        driver, rank, ranks = self._driver, self._group.rank, self._group.ranks
         self._others = [(rank + step) % ranks for step in range(1, ranks)]
         """In the order of copies: at any time, each rank receives from another one."""
-        rows, row = first_rows(max_rows), size * dtype.itemsize
+        rows, row = first_rows(self.max_rows), self.size * self.dtype.itemsize
         part = _round_up(part_rows(rows, ranks) * row, ALIGNMENT)
         self._addend_bytes = part
         self._norm_bytes = _round_up(rows, ROOM_ROWS) * row + 4 * ALIGNMENT
@@ -88,7 +76,7 @@ class SumScatter(OverlappedSums):
         memory[flags_at:].view(torch.int32).fill_(0)
         self._one = torch.ones(1, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
-        group.minimum(0)  # a barrier: no rank sends before all flags are cleared
+        self._group.minimum(0)  # a barrier: no rank sends before all flags are cleared
         self._addresses = addresses
         self._flags_at = flags_at
         self._norm_stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]

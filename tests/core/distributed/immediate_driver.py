@@ -16,10 +16,10 @@ import torch
 from triton.runtime.interpreter import GridExecutor
 
 from engine.core.distributed import stream_operations, sum_exchange, sum_scatter
+from engine.core.distributed.overlapped_sums import Allocate
 from engine.testing.ranks import LoneRank
 
 T = TypeVar("T")
-Allocate = Callable[[int], tuple[torch.Tensor, list[int]]]
 
 
 class ImmediateDriver:

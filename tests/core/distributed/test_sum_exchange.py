@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from engine.core.distributed.overlapped_sums import Allocate
 from engine.core.distributed.sum_exchange import BUFFERS, SumExchange
 from engine.core.errors import ExecutorError
 from tests.core.distributed.gpu_processes import run_script
-from tests.core.distributed.immediate_driver import Allocate, ImmediateDriver, Meeting, on_ranks, patch_streams
+from tests.core.distributed.immediate_driver import ImmediateDriver, Meeting, on_ranks, patch_streams
 
 SIZE, MAX_ROWS = 8, 4096
 CPU = torch.device("cpu")

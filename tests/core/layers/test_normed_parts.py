@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from engine.core.distributed import PartialSum
+from engine.core.distributed.overlapped_sums import Allocate
 from engine.core.distributed.partial_sum import SplitSum
 from engine.core.distributed.scattered_rows import ScatteredRows, whole_rows
 from engine.core.distributed.sum_scatter import SumScatter
 from engine.core.layers import LayerFactory
 from engine.core.layers.normed_parts import NormedParts
-from tests.core.distributed.immediate_driver import Allocate, ImmediateDriver, Meeting, on_ranks, patch_streams
+from tests.core.distributed.immediate_driver import ImmediateDriver, Meeting, on_ranks, patch_streams
 from tests.core.layers.test_blocks import EPS, HIDDEN, INTERMEDIATE, attention_block, fill, forward_pass, gated_mlp, mlp
 from tests.testing.quant_faults import ByRow, Fused
 
