@@ -11,18 +11,14 @@ Every result is compared with the sum and norm in float32.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import attrs
 import torch
 import torch.nn.functional as F
-from attrs import asdict
-from rank_processes import add_rank_options, run_ranks
+from rank_processes import add_rank_options, is_rank, rows_of_first_rank
 
 from engine.cli.bench.report import Row, report, write
 from engine.core.device import find_device
@@ -135,13 +131,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256, 512, 1024])
     add_rank_options(parser)
     arguments = parser.parse_args()
-    if arguments.rank is not None:
-        arguments.json.write_text(json.dumps(list(map(asdict, measure_rank(arguments)))))
+    if is_rank(arguments, measure_rank):
         return
-    with tempfile.TemporaryDirectory() as directory:
-        options = ["--size", str(arguments.size), "--rows", *map(str, arguments.rows)]
-        found = [row for ranks in arguments.ranks for row in run_ranks(__file__, ranks, options, Path(directory))[0]]
-    rows = [Row(**row) for row in found]
+    options = ["--size", str(arguments.size), "--rows", *map(str, arguments.rows)]
+    rows = [row for ranks in arguments.ranks for row in rows_of_first_rank(__file__, ranks, options)]
     for case in dict.fromkeys(row.case for row in rows):
         spent = "  ".join(f"{row.metric} {row.value:6.2f}" for row in rows if row.case == case)
         print(f"{case:<20}{spent}")

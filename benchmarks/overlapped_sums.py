@@ -12,7 +12,6 @@ out; medians of runs in turns. Log-probabilities of a few tokens are compared; t
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -23,9 +22,8 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from attrs import asdict
 from models import write_model
-from rank_processes import add_rank_options, run_ranks
+from rank_processes import add_rank_options, is_rank, rows_of_first_rank
 from tensor_parallel import rank_executor
 
 from engine.cli.bench.latency import measure_decode
@@ -210,17 +208,14 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     add_rank_options(parser)
     arguments = parser.parse_args()
-    if arguments.rank is not None:
-        arguments.json.write_text(json.dumps(list(map(asdict, measure_rank(arguments)))))
+    if is_rank(arguments, measure_rank):
         return
-    with tempfile.TemporaryDirectory() as directory:
-        options = ["--case", arguments.case, "--repeat", str(arguments.repeat)]
-        options += [f"--set={one}" for one in arguments.set] + ["--profile"] * arguments.profile
-        options += ["--steps", *arguments.steps]
-        options += ["--no-decode"] * (not arguments.decode) + ["--also-eager"] * arguments.also_eager
-        found = run_ranks(__file__, arguments.ranks, options, Path(directory))
+    options = ["--case", arguments.case, "--repeat", str(arguments.repeat)]
+    options += [f"--set={one}" for one in arguments.set] + ["--profile"] * arguments.profile
+    options += ["--steps", *arguments.steps]
+    options += ["--no-decode"] * (not arguments.decode) + ["--also-eager"] * arguments.also_eager
+    rows = rows_of_first_rank(__file__, arguments.ranks, options)
     if arguments.json is not None:
-        rows = [Row(**row) for row in found[0]]
         settings = {"case": arguments.case, "ranks": arguments.ranks, "given": arguments.set}
         write(arguments.json, report("overlapped-sums", torch.cuda.get_device_name(), rows, settings))
 

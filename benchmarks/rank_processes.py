@@ -6,9 +6,14 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from attrs import asdict
+
+from engine.cli.bench.report import Row
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
@@ -33,3 +38,18 @@ def run_ranks(script: str, ranks: int, options: Sequence[str], directory: Path) 
     if any(codes):
         sys.exit(f"error: {ranks} ranks ended with exit codes {codes}; their errors are above")
     return [json.loads(result.read_text()) for result in results]
+
+
+def is_rank(arguments: argparse.Namespace, measure_rank: Callable[[argparse.Namespace], Sequence[Row]]) -> bool:
+    """Whether this process is to be one rank. Then it measures, and writes the rows for `rows_of_first_rank`."""
+    if arguments.rank is None:
+        return False
+    arguments.json.write_text(json.dumps(list(map(asdict, measure_rank(arguments)))))
+    return True
+
+
+def rows_of_first_rank(script: str, ranks: int, options: Sequence[str]) -> list[Row]:
+    """As `run_ranks`, of a script whose ranks end with `is_rank`: what rank 0 measured."""
+    with tempfile.TemporaryDirectory() as directory:
+        found = run_ranks(script, ranks, options, Path(directory))
+    return [Row(**row) for row in found[0]]

@@ -12,17 +12,13 @@ First, results are compared bit by bit with sums in the order of the ranks in fl
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import asdict
-from rank_processes import add_rank_options, run_ranks
+from rank_processes import add_rank_options, is_rank, rows_of_first_rank
 
 from engine.cli.bench.report import Row, report, write
 from engine.core.device import find_device
@@ -271,14 +267,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[8192, 2048])
     add_rank_options(parser)
     arguments = parser.parse_args()
-    if arguments.rank is not None:
-        arguments.json.write_text(json.dumps(list(map(asdict, measure_rank(arguments)))))
+    if is_rank(arguments, measure_rank):
         return
-    with tempfile.TemporaryDirectory() as directory:
-        options = ["--size", str(arguments.size), "--rows", *map(str, arguments.rows)]
-        found = run_ranks(__file__, arguments.ranks, options, Path(directory))
+    options = ["--size", str(arguments.size), "--rows", *map(str, arguments.rows)]
+    rows = rows_of_first_rank(__file__, arguments.ranks, options)
     if arguments.json is not None:
-        rows = [Row(**row) for row in found[0]]
         write(arguments.json, report("scattered-sums", torch.cuda.get_device_name(), rows, {"ranks": arguments.ranks}))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +175,35 @@ def test_ranks_are_measured_beside_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     cases = [row["case"] for row in json.loads(file.read_text())["rows"]]
     assert cases == [f"{ranks} x, {what}" for ranks in (1, 2) for what in ("batch 1", "batch 2", "prefill 2 x 64")]
+
+
+RANK_SCRIPT = """
+import argparse
+from rank_processes import add_rank_options, is_rank, rows_of_first_rank
+from engine.cli.bench.report import Row
+
+def measure_rank(arguments):
+    rank, ranks = arguments.rank
+    return [Row(metric=arguments.name, case=f"rank {rank} of {ranks}", value=1.5, unit="us")]
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--name", default="none")
+add_rank_options(parser)
+arguments = parser.parse_args()
+if not is_rank(arguments, measure_rank):
+    print(*rows_of_first_rank(__file__, 2, ["--name", "given"]))
+"""
+
+
+def test_rank_processes_return_the_rows_of_the_first_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SCRIPTS), os.environ.get("PYTHONPATH", "")]))
+    script = tmp_path / "script.py"
+    script.write_text(RANK_SCRIPT)
+    done = run_script(str(script))
+    assert done.returncode == 0, done.stderr
+    assert "metric='given'" in done.stdout
+    assert "case='rank 0 of 2'" in done.stdout
+    assert "rank 1" not in done.stdout
 
 
 @pytest.mark.gpu
