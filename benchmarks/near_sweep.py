@@ -25,14 +25,14 @@ kernels are compiled at the beginning, in other processes.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from attrs import evolve
 from shape_sweep import (
-    MAX_ERROR,
     Result,
     find_device,
     find_limits,
@@ -46,13 +46,12 @@ from sweep_blocks import Block
 from sweep_cases import KINDS, LINEAR_KINDS, SMALL, AttentionCase, Limits, LinearCase, Space, draw
 from sweep_linears import LinearSweep
 from sweep_near import BlockCase, NearCase, measured_case, near_neighbours, round_case
+from sweep_run import SweepRun
 from sweep_search import SearchedLinears, case_search, compile_row_classes
 from sweep_search_attention import AttentionSearch
 from sweep_timing import SweepTimer, make_timer
-from triton.errors import TritonError
 
 from engine.core.compilation import SHARED
-from engine.core.errors import EngineError
 
 ROUNDS = 5
 
@@ -236,47 +235,28 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def measure_kind(
-    sweep: NearSweep,
-    kind: str,
-    cases: Sequence[NearCase],
-    results: list[Result],
-    begin: float,
-    options: argparse.Namespace,
-) -> list[str]:
-    """Choose the kernels of a kind and measure its cases. Appends to `results`; returns the names of what failed.
-
-    begin: when the benchmark began, as time.perf_counter().
-    """
-    try:
-        chosen = sweep.tune(kind)
-    except (EngineError, TritonError, RuntimeError) as error:  # the other kinds may still run
-        print(f"{kind} FAILED: {type(error).__name__}: {error}", flush=True)
-        return [kind]
-    print(f"{kind}: ready at {time.perf_counter() - begin:.1f} s\n{chosen}", flush=True)
-    failures = []
+    sweep: NearSweep, kind: str, cases: Sequence[NearCase], run: SweepRun, options: argparse.Namespace
+) -> None:
+    """Choose the kernels of a kind and measure its cases."""
+    chosen = run.prepare(kind, partial(sweep.tune, kind))
+    if chosen is None:
+        return
+    print(f"{kind}: ready at {run.seconds:.1f} s\n{chosen}", flush=True)
     for case in cases:
-        if not options.small and time.perf_counter() - begin > options.limit:
-            print(f"{case.name} is left out: {options.limit:.0f} s are over", flush=True)
-            continue
-        try:
-            results.append(sweep.measure(case))
-        except (TritonError, RuntimeError) as error:
-            failures.append(case.name)
-            print(f"{case.name} FAILED: {type(error).__name__}: {error}", flush=True)
-            continue
-        print(f"{results[-1].line()}\n{show_choices(results[-1])}", flush=True)
-        if options.json is not None:
+        is_new = run.measure(
+            case.name, partial(sweep.measure, case), lambda result: f"{result.line()}\n{show_choices(result)}"
+        )
+        if is_new and options.json is not None:
             write_json(
-                options.json, machine_name(sweep.device), results, sweep.settings(options), benchmark="near_sweep"
+                options.json, machine_name(sweep.device), run.results, sweep.settings(options), benchmark="near_sweep"
             )
-    return failures
 
 
 @torch.inference_mode()
 def main() -> None:
     """Draw, compile, measure, print, and write the JSON."""
-    begin = time.perf_counter()
     options = parse()
+    run = SweepRun(math.inf if options.small else options.limit)
     torch.manual_seed(options.seed)
     device = find_device(small=options.small)
     if not options.small:
@@ -290,20 +270,16 @@ def main() -> None:
     limits = find_limits(device, options.bandwidth, options.matmul)
     print(f"ceilings: {limits}", flush=True)
     sweep = NearSweep(device, evolve(space, control=options.control), limits, cases)
-    print(f"made at {time.perf_counter() - begin:.1f} s", flush=True)
+    print(f"made at {run.seconds:.1f} s", flush=True)
     sweep.compile(cases)
-    print(f"compiling at {time.perf_counter() - begin:.1f} s", flush=True)
-    results: list[Result] = []
-    failures: list[str] = []
+    print(f"compiling at {run.seconds:.1f} s", flush=True)
     for kind in dict.fromkeys((*LINEAR_KINDS, *KINDS)):
         mine = [case for case in cases if case.kind == kind]
         if mine:
-            failures += measure_kind(sweep, kind, mine, results, begin, options)
-    show(results)
-    print(f"{summary(results)}; {time.perf_counter() - begin:.0f} s", flush=True)
-    failures += [result.case.name for result in results if not result.error < MAX_ERROR]
-    if failures:
-        raise SystemExit(f"error: these failed or are wrong; see above: {'; '.join(failures)}")
+            measure_kind(sweep, kind, mine, run, options)
+    show(run.results)
+    print(f"{summary(run.results)}; {run.seconds:.0f} s", flush=True)
+    run.end()
 
 
 if __name__ == "__main__":

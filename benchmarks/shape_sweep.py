@@ -32,8 +32,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,17 +53,14 @@ from sweep_cases import (
 )
 from sweep_linears import LinearSweep
 from sweep_neighbours import find_neighbours, predicted
+from sweep_run import MAX_ERROR, SweepRun
 from sweep_timing import SweepTimer, make_timer
-from triton.errors import TritonError
 
 from engine.cli.bench.ceilings import copy_rate, matmul_rate
 from engine.cli.bench.report import Row, percent, report
 from engine.cli.tables import print_table
-from engine.core.errors import EngineError
 
 ROUNDS = 3
-MAX_ERROR = 0.1
-"""Maximum relative error of a result: from the quantization of activations, and from bfloat16."""
 TIME, RATIO, NEIGHBOUR, REGRET = "time", "time over predicted time", "time of a neighbour", "regret"
 """Metrics of the report."""
 
@@ -296,8 +293,8 @@ def parse() -> argparse.Namespace:
 @torch.inference_mode()
 def main() -> None:
     """Draw, measure, print, and write the JSON."""
-    begin = time.perf_counter()
     options = parse()
+    run = SweepRun(options.limit)
     torch.manual_seed(options.seed)
     device = find_device(small=options.small)
     space = SMALL if options.small else Space()
@@ -315,41 +312,24 @@ def main() -> None:
         "control": options.control,
     }
     sweep = Sweep(device, space, limits)
-    results: list[Result] = []
-    failures: list[str] = []
     for kind in dict.fromkeys(case.kind for case in cases):
         mine = [case for case in cases if case.kind == kind]
-        if time.perf_counter() - begin > options.limit:
-            print(f"{kind}: {len(mine)} cases are left out: {options.limit:.0f} s are over", flush=True)
+        if run.is_over(f"{kind}: {len(mine)} cases are"):
             continue
-        try:
-            opened = sweep.open(kind, mine)
-        except (EngineError, TritonError, RuntimeError) as error:  # the other kinds may still run
-            failures.append(kind)
-            print(f"{kind} FAILED: {type(error).__name__}: {error}", flush=True)
+        opened = run.prepare(kind, partial(sweep.open, kind, mine))
+        if opened is None:
             continue
-        print(f"{kind}: ready at {time.perf_counter() - begin:.1f} s", flush=True)
+        print(f"{kind}: ready at {run.seconds:.1f} s", flush=True)
         for case in mine:
-            if time.perf_counter() - begin > options.limit:
-                print(f"{case.name} is left out: {options.limit:.0f} s are over", flush=True)
-                continue
-            try:
-                results.append(sweep.measure(case, opened))
-            except (TritonError, RuntimeError) as error:
-                failures.append(case.name)
-                print(f"{case.name} FAILED: {type(error).__name__}: {error}", flush=True)
-                continue
-            print(results[-1].line(), flush=True)
-            if options.json is not None:
-                write_json(options.json, machine_name(device), results, settings)
+            is_new = run.measure(case.name, partial(sweep.measure, case, opened), Result.line)
+            if is_new and options.json is not None:
+                write_json(options.json, machine_name(device), run.results, settings)
         del opened
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    show(results)
-    print(f"{time.perf_counter() - begin:.0f} s", flush=True)
-    failures += [result.case.name for result in results if not result.error < MAX_ERROR]
-    if failures:
-        raise SystemExit(f"error: these failed or are wrong; see above: {'; '.join(failures)}")
+    show(run.results)
+    print(f"{run.seconds:.0f} s", flush=True)
+    run.end()
 
 
 if __name__ == "__main__":
