@@ -40,8 +40,8 @@ SLOW = (
     "plugins/speculators/test_eagle.py",
     "plugins/speculators/test_eagle3.py",
     "quantize/test_run.py",
-    "test_near_sweep.py",
-    "test_shape_sweep.py",
+    "sweeps/test_near_sweep.py",
+    "sweeps/test_shape_sweep.py",
 )
 """Files that take 5 s or more with few tests. They begin before the other files, lest one runs alone at the end."""
 

@@ -14,20 +14,7 @@ import pytest
 import torch
 from attrs import evolve
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "benchmarks"
-
-
-@pytest.fixture
-def cases(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import sweep_cases  # type: ignore[import-not-found]
-
-    return sweep_cases
-
-
-@pytest.fixture
-def limits(cases: Any) -> Any:
-    return cases.Limits(bandwidth=4e12, flops=8e14, flops_8bit=16e14)
+SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture

@@ -12,21 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "benchmarks"
+SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 SMALL = ("--small", "--bandwidth=0.02", "--matmul=0.1")
-
-
-@pytest.fixture
-def cases(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import sweep_cases  # type: ignore[import-not-found]
-
-    return sweep_cases
-
-
-@pytest.fixture
-def limits(cases: Any) -> Any:
-    return cases.Limits(bandwidth=4e12, flops=8e14, flops_8bit=16e14)
 
 
 @pytest.fixture
