@@ -64,34 +64,33 @@ class FusedRMSNorm(RMSNorm):
         self, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As RMSNorm; x + residual overwrites `residual`."""
+        chunks = scattered_chunks(x)
+        if chunks is not None:
+            made = NormedParts(self, None, chunks, residual, chunks[0].group)
+            return torch.cat(cast("list[torch.Tensor]", list(made))), made.residual()
+        residual = whole_rows(residual)
         if isinstance(x, PartialSum):
-            chunks = scattered_chunks(x)
-            if chunks is not None:
-                made = NormedParts(self, None, chunks, residual, x.group)
-                return torch.cat(cast("list[torch.Tensor]", list(made))), made.residual()
-            residual = whole_rows(residual)
             if isinstance(x, ReceivedSum):
                 return self._of_received(x, residual)
             buffers = self._buffers_for(x)
             if buffers is not None:
                 return all_reduce_rms_norm(x.addend, residual, self.weight, self.eps, buffers)
             x = x.reduce()
-        return add_rms_norm(x, whole_rows(residual), self.weight, self.eps)
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
     def quantized_for(
         self, linear: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
     ) -> tuple[TensorOrQuantized, torch.Tensor]:
         """As RMSNorm; x + residual overwrites `residual`. A norm whose kernel reduces does not quantize."""
+        if scattered_chunks(x) is not None:
+            return self(x, residual)
+        residual = whole_rows(residual)
         if isinstance(x, PartialSum):
-            if scattered_chunks(x) is not None:
-                return self(x, residual)
-            residual = whole_rows(residual)
             if isinstance(x, ReceivedSum):
                 return self._of_received_for(linear, x, residual)
             if self._buffers_for(x) is not None:
                 return self(x, residual)
             x = x.reduce()
-        residual = whole_rows(residual)
         fused = self._quantization_for(linear, x)
         if fused is None:
             return self(x, residual)
