@@ -244,24 +244,25 @@ def by_ranks(values: dict[tuple[str, str], dict[int, float]]) -> str:
 
 
 def startup_table() -> str:
-    """Seconds to the first token by phase, one column per result."""
+    """Seconds to the first token by phase, two columns per result: the first start, and the median of later ones."""
     reports = [
         (file.stem.removeprefix("h200-startup-"), json.loads(file.read_text(encoding="utf-8")))
         for file in sorted(RESULTS.glob("h200-startup-*.json"))
     ]
-    phases = list(dict.fromkeys(row["metric"] for _, report in reports for row in report["rows"]))
-    spent = {(name, row["metric"]): row["value"] for name, report in reports for row in report["rows"]}
-    rows = [
-        (phase, *(number(spent[name, phase]) if (name, phase) in spent else "" for name, _ in reports))
-        for phase in phases
-    ]
     if not reports:
         return ""
+    phases = list(dict.fromkeys(row["metric"] for _, report in reports for row in report["rows"]))
+    columns = [(name, case) for name, _ in reports for case in ("first start", "later start")]
+    spent = {(name, row["case"], row["metric"]): row["value"] for name, report in reports for row in report["rows"]}
+    rows = [
+        (phase, *(number(spent[*column, phase]) if (*column, phase) in spent else "" for column in columns))
+        for phase in phases
+    ]
     text = (
-        "Seconds from the start of the process to the first token, imports included: a median start with warm caches"
-        f" (kernels compiled and measured before, random weights). {where(reports[0][1])}"
+        "Seconds from the start of the process to the first token, imports included, by phase: of the first start, with"
+        f" empty caches of kernels, and of the median of two later ones (random weights). {where(reports[0][1])}"
     )
-    return section("Start-up", text, [table(("", *(name for name, _ in reports)), rows)])
+    return section("Start-up", text, [table(("", *(f"{name}, {case}" for name, case in columns)), rows)])
 
 
 def ring_table() -> str:

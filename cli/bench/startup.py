@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from attrs import frozen
+from attrs import evolve, frozen
 
 from engine.cli.bench.ceilings import Bandwidth, copy_rate
 from engine.cli.bench.load import say
@@ -26,6 +26,7 @@ from engine.core.errors import ExecutorError
 if TYPE_CHECKING:
     from engine.core.config import EngineConfig
 
+FIRST, LATER = "first start", "later start"
 COMMAND = (sys.executable, "-P", "-m", "engine.cli.bench.first_token")
 
 
@@ -78,7 +79,9 @@ def bytecode_hint(package: str = "torch") -> str | None:
 @configured(without=OFFLINE)
 def startup(
     *,
-    repeat: Annotated[int, typer.Option(help="Starts, each in a fresh process; the median counts.", min=1)] = 3,
+    repeat: Annotated[
+        int, typer.Option(help="Starts, each in a fresh process; the median of all but the first counts.", min=1)
+    ] = 3,
     bandwidth: Bandwidth = None,
     output: Json = None,
     plot: Plot = None,
@@ -98,18 +101,13 @@ def startup(
     for number in range(repeat):
         starts.append(start(config))
         say(f"start {number + 1}: {starts[-1].seconds:.2f} s")
-    median = sorted(starts, key=lambda one: one.seconds)[len(starts) // 2]
+    median = median_of_later(starts)
     rate = bandwidth * 1e12 if bandwidth is not None else copy_rate(find_device(config.executor.device).torch_name)
     # Every start writes the weights at least once.
     share = median.weights_bytes / rate / median.seconds
     print_starts(starts, median, share)
     if (hint := bytecode_hint()) is not None:
         say(hint)
-    rows = [
-        Row(metric="start-up to first token", value=median.seconds, unit="s", share=share),
-        Row(metric="first start", value=starts[0].seconds, unit="s"),
-        *(Row(metric=phase, case="phase", value=spent, unit="s") for phase, spent in median.phases),
-    ]
     settings = {
         "model": served_name(config),
         "load_format": config.model.load_format,
@@ -120,18 +118,34 @@ def startup(
         "bandwidth": rate,
     }
     if output is not None:
-        write(output, report("startup", median.device, rows, settings))
+        write(output, report("startup", median.device, rows_of(starts, share), settings))
     if plot is not None:
         from engine.cli.bench.plot import plot_startup
 
         plot_startup(plot, starts, median.device)
 
 
+def median_of_later(starts: Sequence[Start]) -> Start:
+    """The median of all starts but the first, which may have filled caches; the first if there is no other."""
+    later = sorted(starts[1:] or starts, key=lambda one: one.seconds)
+    return later[len(later) // 2]
+
+
+def rows_of(starts: Sequence[Start], share: float) -> list[Row]:
+    """Totals and phases, of the first start and of the median of later ones. share: of the latter, of its floor."""
+    median = median_of_later(starts)
+    kinds = ((LATER, median), (FIRST, starts[0])) if len(starts) > 1 else ((FIRST, median),)
+    totals = [Row(metric="to the first token", case=case, value=one.seconds, unit="s") for case, one in kinds]
+    totals[0] = evolve(totals[0], share=share)
+    phases = [(name, case, spent) for case, one in kinds for name, spent in one.phases]
+    return totals + [Row(metric=name, case=case, value=spent, unit="s") for name, case, spent in phases]
+
+
 def print_starts(starts: Sequence[Start], median: Start, share: float) -> None:
     """Print phases in rows, starts in columns."""
     names = list(dict.fromkeys(phase for one in starts for phase, _ in one.phases))
     print_table(
-        ("phase", *(f"start {number + 1}" for number in range(len(starts))), "median start"),
+        ("phase", *(f"start {number + 1}" for number in range(len(starts))), "later, median"),
         [
             *((name, *(f"{dict(one.phases).get(name, 0.0):.3f}" for one in (*starts, median))) for name in names),
             ("to the first token", *(f"{one.seconds:.3f}" for one in (*starts, median))),

@@ -98,9 +98,14 @@ def test_ablation_and_start_up_are_tables(
     ]
     write_report(tmp_path / "h200-ablation.json", rows)
     assert generator.ablation_table().splitlines()[-2:] == ["| as shipped | 4 | 5 |", "| no graphs | 9 |  |"]
-    write_report(tmp_path / "h200-startup-a.json", [{"metric": "imports", "value": 1.0}])
-    write_report(tmp_path / "h200-startup-b.json", [{"metric": "imports", "value": 2.0}])
-    assert generator.startup_table().splitlines()[-3:] == ["|  | a | b |", "| --- | --- | --- |", "| imports | 1 | 2 |"]
+    for name, seconds in (("a", 1.0), ("b", 2.0)):
+        row = {"metric": "imports", "case": "first start", "value": seconds}
+        write_report(tmp_path / f"h200-startup-{name}.json", [row, row | {"case": "later start", "value": seconds / 2}])
+    assert generator.startup_table().splitlines()[-3:] == [
+        "|  | a, first start | a, later start | b, first start | b, later start |",
+        "| --- | --- | --- | --- | --- |",
+        "| imports | 1 | 0.5 | 2 | 1 |",
+    ]
 
 
 def test_perplexities_are_a_table(generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

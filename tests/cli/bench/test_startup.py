@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.cli.bench.startup import bytecode_hint, start
+from engine.cli.bench.startup import Start, bytecode_hint, median_of_later, rows_of, start
 from engine.core import EngineConfig
 from engine.core.config.tree import ModelConfig
 from engine.core.errors import ExecutorError
@@ -38,13 +38,26 @@ def test_a_fresh_process_tells_its_phases(run: Any, tiny: Path, tmp_path: Path) 
     assert done.exit_code == 0, done.stderr
     assert "to the first token" in done.stdout
     rows = json.loads(file.read_text())["rows"]
-    phases = {row["metric"]: row["value"] for row in rows if row["case"] == "phase"}
+    phases = {row["metric"]: row["value"] for row in rows if row["metric"] != "to the first token"}
     assert {"interpreter and command line", "imports", "first token"} <= set(phases)
     assert all(seconds >= 0 for seconds in phases.values())
     total = rows[0]
-    assert total["metric"] == "start-up to first token"
+    assert (total["metric"], total["case"]) == ("to the first token", "first start")
     assert total["value"] == pytest.approx(sum(phases.values()))
     assert 0 < total["share"] < 1
+
+
+def test_median_leaves_out_the_first_start_where_there_are_others() -> None:
+    first, slow, fast = (
+        Start(phases=(("imports", 1.0), ("graphs", seconds)), weights_bytes=1, device="cpu") for seconds in (9, 3, 2)
+    )
+    assert median_of_later([first]) is first
+    assert median_of_later([first, slow, fast]) is slow
+    rows = {(row.metric, row.case): row.value for row in rows_of([first, slow, fast], 0.5)}
+    assert rows["to the first token", "first start"] == 10
+    assert rows["to the first token", "later start"] == 4
+    assert rows["graphs", "first start"] == 9
+    assert rows["graphs", "later start"] == 3
 
 
 def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
