@@ -35,7 +35,7 @@ class ScatteredRows:
 
     @property
     def shape(self) -> torch.Size:
-        """Of all rows."""
+        """Shape of the tensor with all ranks' rows."""
         return torch.Size((len(self), *self.parts[0].shape[1:]))
 
     @property
@@ -45,12 +45,12 @@ class ScatteredRows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As of a tensor."""
+        """Data type of the rows."""
         return self.parts[0].dtype
 
     @property
     def device(self) -> torch.device:
-        """This rank's device."""
+        """Device of this rank's rows."""
         return self.parts[0].device
 
     @property

@@ -43,17 +43,21 @@ class ExchangedSum(ReceivedSum):
 
     __slots__ = ("_exchange", "_is_pending", "_sum", "slot")
 
-    def __init__(self, addend: torch.Tensor, group: RankGroup, exchange: SumExchange | None, slot: int) -> None:
-        """slot: the number of the receive buffer; -1: the rank is alone, and nothing is exchanged."""
+    def __init__(
+        self, addend: torch.Tensor, group: RankGroup, exchange: SumExchange | None = None, slot: int = 0
+    ) -> None:
+        """exchange: receives the other rank's addend, in its buffer number `slot`; None: the rank is alone, and its
+        addend is the sum."""
         super().__init__(addend, group)
         self.slot = slot
         self._exchange = exchange
-        self._is_pending = slot >= 0
+        self._is_pending = exchange is not None
         self._sum: torch.Tensor | None = None if self._is_pending else addend
 
     def receive(self) -> Sequence[torch.Tensor]:
-        if self._sum is not None or self._exchange is None:
-            return [self._addend if self._sum is None else self._sum]
+        if self._sum is not None:
+            return [self._sum]
+        assert self._exchange is not None, "a rank that is alone has the sum"
         return self._exchange.receive(self)
 
     def release(self) -> None:
@@ -131,7 +135,7 @@ class SumExchange(OverlappedSums):
     def start(self, addend: torch.Tensor) -> ExchangedSum:
         """Send rows to the other rank: [rows, size], once the current stream has computed them."""
         if self.is_alone:
-            return ExchangedSum(addend, self._group, self, -1)
+            return ExchangedSum(addend, self._group)
         if len(self._in_progress) == MAX_IN_PROGRESS:
             self._in_progress[0].settle()
         addend = addend.contiguous()

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -36,9 +36,6 @@ from engine.core.distributed.stream_operations import WAIT, WRITE, batch, curren
 from engine.core.distributed.sum_exchange import ExchangedSum
 from engine.core.errors import ExecutorError
 
-if TYPE_CHECKING:
-    pass
-
 MAX_RANKS = 4
 """The norm's kernels add up to this many addends."""
 SLOTS = 2
@@ -49,6 +46,8 @@ ROOM_ROWS = 256
 """Memory of norms is a multiple of this many rows, since GEMMs load whole tiles."""
 ALIGNMENT = 256
 """Bytes: of the beginning of each tensor in the memory of norms."""
+ADDEND, NORM = 0, 1
+"""Kinds of flags: that an addend has arrived, and that a norm has."""
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -83,26 +82,35 @@ class SumScatter(OverlappedSums):
         self._side = self._norm_stream.cuda_stream
         self._copy_stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copies = self._copy_stream.cuda_stream
-        events = [[driver.event() for _ in range(SLOTS)] for _ in range(4)]
-        self._ready, self._normed, self._own, self._sent = events
+        self._ready = [driver.event() for _ in range(SLOTS)]
+        """Event per slot: the compute stream has computed the addend."""
+        self._normed = [driver.event() for _ in range(SLOTS)]
+        """Event per slot: the norm's stream has computed this rank's rows of the norm."""
+        self._own = [driver.event() for _ in range(SLOTS)]
+        """Event per slot: these rows are copied into this rank's own memory."""
+        self._sent = [driver.event() for _ in range(SLOTS)]
+        """Event per slot: they are copied to the other ranks."""
         self._read = driver.event()
-        self._wait_flags = [[self._waits(slot, kind) for kind in range(2)] for slot in range(SLOTS)]
-        self._set_flags = [
-            [batch([(WRITE, self._flag(other, slot, kind, rank), 1) for other in self._others]) for kind in range(2)]
-            for slot in range(SLOTS)
-        ]
+        """Event: the current stream has done what a norm must wait for (`order_norms_behind_current_stream`)."""
+        self._wait_flags = [[self._waits(slot, kind) for kind in (ADDEND, NORM)] for slot in range(SLOTS)]
+        self._set_flags = [[self._sets(slot, kind) for kind in (ADDEND, NORM)] for slot in range(SLOTS)]
         self._in_progress: list[ScatteredSum] = []
         self._kept: list[Any] = [None] * SLOTS
         """What the copies of a slot read, until they have ended."""
 
     def _flag(self, at: int, slot: int, kind: int, source: int) -> int:
-        """Address of a flag in rank `at`'s memory. kind: 0 for an addend's, 1 for a norm's."""
+        """Address of a flag in rank `at`'s memory. kind: ADDEND or NORM."""
         return self._addresses[at] + self._flags_at + 4 * ((slot * 2 + kind) * self._group.ranks + source)
 
     def _waits(self, slot: int, kind: int) -> Any:
+        """Operations that wait for the flags of all other ranks, and clear them."""
         own = self._group.rank
         flags = [self._flag(own, slot, kind, other) for other in self._others]
         return batch([(WAIT, flag, 1) for flag in flags] + [(WRITE, flag, 0) for flag in flags])
+
+    def _sets(self, slot: int, kind: int) -> Any:
+        """Operations that set this rank's flag in the memory of each other rank."""
+        return batch([(WRITE, self._flag(other, slot, kind, self._group.rank), 1) for other in self._others])
 
     def _addend_at(self, slot: int, owner: int, source: int) -> int:
         """Offset of the memory in which `owner` receives the addend of `source`."""
@@ -116,7 +124,7 @@ class SumScatter(OverlappedSums):
     def start(self, addend: torch.Tensor) -> ScatteredSum | ExchangedSum:
         """Have rows summed: [rows, size], once the current stream has computed them."""
         if self.is_alone:
-            return ExchangedSum(addend, self._group, None, -1)
+            return ExchangedSum(addend, self._group)
         if len(self._in_progress) == SLOTS:
             self._in_progress[0].settle()
         slot = min(set(range(SLOTS)) - {one.slot for one in self._in_progress})
@@ -139,7 +147,7 @@ class SumScatter(OverlappedSums):
             count = min(part, len(addend) - begin)
             target = self._addresses[other] + self._addend_at(slot, other, group.rank)
             failed = failed or self._copy(target, addend.data_ptr() + begin * row, count * row, self._copies)
-        self._check(failed or self._set(slot, 0))
+        self._check(failed or self._set(slot, ADDEND))
 
     def receive(self, started: ScatteredSum) -> OwnRows:
         """As ScatteredSum.receive."""
@@ -149,7 +157,7 @@ class SumScatter(OverlappedSums):
         self._check(driver.wait_event(self._side, self._ready[slot], 0))
         if not started.is_sent:
             self._send(started)
-        self._check(self._run(self._side, self._wait_flags[slot][0]))
+        self._check(self._run(self._side, self._wait_flags[slot][ADDEND]))
         count = started.end - started.begin
         addends = []
         for source in range(group.ranks):
@@ -168,42 +176,54 @@ class SumScatter(OverlappedSums):
 
     def gather(self, started: ScatteredSum, made: Sequence[torch.Tensor]) -> None:
         """As ScatteredSum.gather."""
-        driver, slot, rank, rows = self._driver, started.slot, self._group.rank, len(started.addend)
-        made = [one.contiguous() for one in made]
-        self._kept[slot] = made
-        at, regions = self._norms_at + slot * self._norm_bytes, []
-        begin, end = at, at + self._norm_bytes
-        gathered = []
+        self._kept[started.slot] = made = [one.contiguous() for one in made]
+        offsets, gathered = self._place_norm(started, made)
+        self._send_norm(started.slot, offsets, made)
+        started.gathered = gathered
+        for waiting in self._in_progress:
+            if not waiting.is_sent:
+                self._send(waiting)
+
+    def _place_norm(self, started: ScatteredSum, made: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:
+        """Divide the slot's memory of norms among tensors of which `made` are this rank's rows.
+
+        Returns the offset of these rows, which is the same on all ranks, and a view of all rows, of each tensor. Raises
+        ExecutorError for a tensor of another number of rows, or if the memory is too small.
+        """
+        rank, rows, own = self._group.rank, len(started.addend), started.end - started.begin
+        at = self._norms_at + started.slot * self._norm_bytes
+        end = at + self._norm_bytes
+        offsets, gathered = [], []
         for one in made:
-            if len(one) != started.end - started.begin:
-                own = started.end - started.begin
+            if len(one) != own:
                 raise ExecutorError(
                     f"rank {rank} has {own} rows of a sum, but its norm has a tensor of {len(one)} rows"
                 )
             row = prod(one.shape[1:]) * one.itemsize
             if at + rows * row > end:
                 raise ExecutorError(
-                    f"a norm of {rows} rows of {row} bytes does not fit rank {rank}'s memory for {end - begin} bytes;"
-                    " use --overlap-sums off"
+                    f"a norm of {rows} rows of {row} bytes does not fit rank {rank}'s memory for {self._norm_bytes}"
+                    " bytes; use --overlap-sums off"
                 )
-            regions.append((at + started.begin * row, one))
-            view = self._memory[at : at + rows * row].view(one.dtype).view(rows, *one.shape[1:])
-            gathered.append(view)
+            offsets.append(at + started.begin * row)
+            gathered.append(self._memory[at : at + rows * row].view(one.dtype).view(rows, *one.shape[1:]))
             at = _round_up(at + _round_up(rows, ROOM_ROWS) * row, ALIGNMENT)
+        return offsets, gathered
+
+    def _send_norm(self, slot: int, offsets: Sequence[int], made: Sequence[torch.Tensor]) -> None:
+        """Copy this rank's rows of a norm to their offsets in all ranks' memory, and set the other ranks' flags."""
+        driver = self._driver
         failed = driver.record(self._normed[slot], self._side)
-        for place, one in regions:
-            failed = failed or self._copy(self._addresses[rank] + place, one.data_ptr(), one.nbytes, self._side)
+        own = self._addresses[self._group.rank]
+        for offset, one in zip(offsets, made, strict=True):
+            failed = failed or self._copy(own + offset, one.data_ptr(), one.nbytes, self._side)
         failed = failed or driver.record(self._own[slot], self._side)
         failed = failed or driver.wait_event(self._copies, self._normed[slot], 0)
         for other in self._others:
-            for place, one in regions:
-                target = self._addresses[other] + place
+            for offset, one in zip(offsets, made, strict=True):
+                target = self._addresses[other] + offset
                 failed = failed or self._copy(target, one.data_ptr(), one.nbytes, self._copies)
-        self._check(failed or self._set(slot, 1) or driver.record(self._sent[slot], self._copies))
-        started.gathered = gathered
-        for waiting in self._in_progress:
-            if not waiting.is_sent:
-                self._send(waiting)
+        self._check(failed or self._set(slot, NORM) or driver.record(self._sent[slot], self._copies))
 
     def finish(self, started: ScatteredSum) -> list[torch.Tensor]:
         """As ScatteredSum.finish."""
@@ -211,12 +231,12 @@ class SumScatter(OverlappedSums):
         driver, slot, stream = self._driver, started.slot, current_stream(self._index)
         # Behind the copies the addend's memory may change, and a capture ends with the stream that it began with.
         failed = driver.wait_event(stream, self._own[slot], 0) or driver.wait_event(stream, self._sent[slot], 0)
-        self._check(failed or self._run(stream, self._wait_flags[slot][1]))
+        self._check(failed or self._run(stream, self._wait_flags[slot][NORM]))
         self._in_progress.remove(started)
         return started.gathered
 
     def _set(self, slot: int, kind: int) -> int:
-        """Set flags of the other ranks behind the copies."""
+        """Set this rank's flag on the other ranks, behind the copies."""
         if not torch.cuda.is_current_stream_capturing():
             return self._run(self._copies, self._set_flags[slot][kind])
         failed = 0

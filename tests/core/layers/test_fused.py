@@ -231,7 +231,7 @@ def test_norm_of_an_exchange_is_quantized_for_the_next_layer() -> None:
     made = norm.quantized_for(NextLinear(), ExchangedSum(x, Doubling(0, 2), exchange, 0), residual)
     assert made == ("made of addends", ([x, theirs], residual, norm.weight, 1e-5, "its weights"))
     assert exchange.released == 1
-    made = norm.quantized_for(NextLinear(), ExchangedSum(x, Doubling(0, 2), exchange, -1), residual)
+    made = norm.quantized_for(NextLinear(), ExchangedSum(x, Doubling(0, 2)), residual)
     assert made == ("made", (x, residual, norm.weight, 1e-5, "its weights")), "nothing is exchanged by a rank alone"
 
 
