@@ -107,7 +107,7 @@ class DecodeGraphs:
         first, *others = self._sampler.graph_paths
         for size in reversed(recorded_sizes(self._sizes, ALL_RECORDED)):
             self._pad(size)
-            run = self._state.graph_pass(self.batch(size), GraphSlot(num_sequences=size))
+            run = self._state.forward_pass(self.batch(size), GraphSlot(num_sequences=size))
             self._step(run, size, first)
             for path in others:
                 captured = self._sample_alone(size, path)
@@ -266,7 +266,7 @@ class DecodeGraphs:
     def _capture(self, size: int, paths: Sequence[SamplingPath]) -> list[_Graph]:
         """Capture the decode steps of a batch of padding rows, one for each sampling path."""
         self._pad(size)
-        run = self._state.graph_pass(self.batch(size), GraphSlot(num_sequences=size))
+        run = self._state.forward_pass(self.batch(size), GraphSlot(num_sequences=size))
         endings = [partial(self._finish, size, path) for path in paths]
 
         def begin() -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
@@ -29,6 +30,13 @@ class GroupState:
     attention: Any
     """An AttentionBackend; None for states."""
 
+    def plan(self, batch: ForwardBatch, slot: GraphSlot | None) -> ForwardPass:
+        """Plan a batch, and return its pass over the group's layers. slot: of a CUDA graph's batch; None: no graph."""
+        attention, plan = self.attention, None
+        if attention is not None:
+            plan = attention.plan(batch) if slot is None else attention.plan(batch, slot)
+        return ForwardPass(batch=batch, attention=attention, plan=plan, pool=self.pool)
+
 
 @frozen(kw_only=True)
 class DeviceState:
@@ -55,19 +63,12 @@ class DeviceState:
     def _first_backend(self) -> Any:
         return self.groups[0].attention
 
-    def forward_pass(self, batch: ForwardBatch) -> ForwardPass:
-        """Plan a batch in every group, and return its pass."""
+    def forward_pass(self, batch: ForwardBatch, slot: GraphSlot | None = None) -> ForwardPass:
+        """Plan a batch in every group, and return its pass. slot: of a CUDA graph's batch; None: no graph."""
         if not batch.groups:
-            plan = None if self.attention is None else self.attention.plan(batch)
-            return ForwardPass(batch=batch, attention=self.attention, plan=plan, pool=self.pool)
-        return self._pass_of_groups(batch, None)
-
-    def graph_pass(self, batch: ForwardBatch, slot: GraphSlot) -> ForwardPass:
-        """As `forward_pass`, for the batch of a CUDA graph."""
-        if not batch.groups:
-            plan = None if self.attention is None else self.attention.plan(batch, slot)
-            return ForwardPass(batch=batch, attention=self.attention, plan=plan, pool=self.pool)
-        return self._pass_of_groups(batch, slot)
+            return self.groups[0].plan(batch, slot)
+        passes = [group.plan(own, slot) for own, group in zip(batch.groups, self.groups, strict=True)]
+        return join_passes(batch, passes)
 
     def unplanned_pass(self, batch: ForwardBatch) -> ForwardPass:
         """The pass of a batch whose attention no backend plans."""
@@ -77,18 +78,11 @@ class DeviceState:
         )
         return ForwardPass(batch=batch, attention=self.attention, plan=None, pool=self.pool, groups=passes)
 
-    def _pass_of_groups(self, batch: ForwardBatch, slot: GraphSlot | None) -> ForwardPass:
-        passes = []
-        for own, group in zip(batch.groups, self.groups, strict=True):
-            attention = group.attention
-            plan = None
-            if attention is not None:
-                plan = attention.plan(own) if slot is None else attention.plan(own, slot)
-            passes.append(ForwardPass(batch=own, attention=group.attention, plan=plan, pool=group.pool))
-        first = passes[0]
-        return ForwardPass(
-            batch=batch, attention=first.attention, plan=first.plan, pool=first.pool, groups=tuple(passes)
-        )
+
+def join_passes(batch: ForwardBatch, passes: Sequence[ForwardPass]) -> ForwardPass:
+    """The pass of a batch over several cache groups, from the pass over each."""
+    first = passes[0]
+    return ForwardPass(batch=batch, attention=first.attention, plan=first.plan, pool=first.pool, groups=tuple(passes))
 
 
 @frozen(kw_only=True)

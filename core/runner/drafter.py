@@ -15,7 +15,7 @@ from engine.core.attention.base import GraphSlot
 from engine.core.attention.batch import ForwardBatch
 from engine.core.layers.hidden_states import HiddenStates
 from engine.core.models.forward_pass import ForwardPass
-from engine.core.runner.device_state import GroupState
+from engine.core.runner.device_state import GroupState, join_passes
 from engine.core.runner.drafter_graphs import DrafterGraphs
 from engine.core.runner.persistent_batch import PersistentBatch
 from engine.core.sampling.draft_rows import VerifiedDrafts
@@ -282,17 +282,12 @@ class Drafter:
         )
 
 
-def _plan(groups: Sequence[GroupState], batch: ForwardBatch, graph: GraphSlot | None = None) -> ForwardPass:
-    """Plan a batch in every group of the speculator. graph: as in AttentionBackend.plan."""
-    passes = []
-    for group in groups:
-        attention = group.attention
-        plan = attention.plan(batch) if graph is None else attention.plan(batch, graph)
-        passes.append(ForwardPass(batch=batch, attention=attention, plan=plan, pool=group.pool))
+def _plan(groups: Sequence[GroupState], batch: ForwardBatch, slot: GraphSlot | None = None) -> ForwardPass:
+    """Plan a batch in every group of the speculator. slot: of a CUDA graph's batch; None: no graph."""
+    passes = [group.plan(batch, slot) for group in groups]
     if len(passes) == 1:
         return passes[0]
     if not passes:
         nothing: Any = None
         return ForwardPass(batch=batch, attention=nothing, plan=None, pool=nothing)
-    first = passes[0]
-    return ForwardPass(batch=batch, attention=first.attention, plan=first.plan, pool=first.pool, groups=tuple(passes))
+    return join_passes(batch, passes)
