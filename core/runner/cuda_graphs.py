@@ -211,7 +211,7 @@ class DecodeGraphs:
             chosen = batch.last_tokens[self._rows[:count]]
         else:
             own_rows = torch.cat((self._rows[:plain], owners))
-            sequences = (*step.decodes, *(part.sequence for part in step.drafts for _ in part.tokens))
+            sequences = (*step.decodes, *step.draft_sequences)
             sampled = sampler.sample(graph.logits[:count], sequences, own_rows, drafts)
             chosen = sampled.tokens
             batch.set_last_tokens(own_rows[:plain], chosen[:plain])

@@ -129,9 +129,7 @@ class Drafter:
     ) -> Proposals | None:
         """As `run`, after a replayed decode step of the target, in which each row is one token of a decode or of a
         draft slice. The persistent batch already counts these tokens as computed."""
-        persistent_batch, count = self._persistent_batch, len(step.decodes)
-        if verified is not None:
-            count += sum(len(part.tokens) for part in step.drafts)
+        persistent_batch, count = self._persistent_batch, step.decode_rows
         if self._graphs is not None:
             next_tokens = None
             if self._looks_ahead:
@@ -139,8 +137,7 @@ class Drafter:
                 next_tokens = newest[decode.rows(count)] if verified is None else verified.sampled
             hidden = self._graphs.observe(count, next_tokens)
             return self._propose(step, step.decodes, verified, hidden, None, propose)
-        owners = (*step.decodes, *(part.sequence for part in step.drafts for _ in part.tokens))
-        table_rows = persistent_batch.rows(owners)
+        table_rows = persistent_batch.rows((*step.decodes, *step.draft_sequences))
         positions = persistent_batch.computed[table_rows] - 1
         positions[len(step.decodes) :] = [at for part in step.drafts for at, _ in enumerate(part.tokens, part.start)]
         rows = self.single_rows(table_rows, positions, decode.tokens(count), step.decodes, verified)

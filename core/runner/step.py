@@ -11,6 +11,7 @@ from attrs import define
 
 from engine.core.device import DeviceInfo
 from engine.core.errors import ExecutorError
+from engine.core.models.forward_pass import ForwardPass
 from engine.core.runner.build_batch import build_batch
 from engine.core.runner.close_wait import CloseWait
 from engine.core.runner.device_state import DeviceState, StepGraphs
@@ -126,8 +127,7 @@ class StepLauncher:
 
     def _launch(self, step: Step) -> PendingStep:
         timer = LapTimer()
-        self.state.persistent_batch.update(step)
-        self.state.sampler.update(step, self.state.persistent_batch.row)
+        self._update(step)
         graphs, size = self._decode_graphs, self.graph_size(step)
         if graphs is None:
             return self._launch_kernels(step, timer)
@@ -162,36 +162,35 @@ class StepLauncher:
             timer.end("launch")
         return PendingStep(step.id, samples, (), timer.seconds, graph_size=size, drafts=verified, proposals=proposals)
 
-    def forget(self, step: Step) -> PendingStep:
-        """Forget the finished sequences of a step that computes nothing."""
+    def _update(self, step: Step) -> None:
+        """Apply the step's changes to the persistent batch and to the sampler."""
         self.state.persistent_batch.update(step)
         self.state.sampler.update(step, self.state.persistent_batch.row)
+
+    def forget(self, step: Step) -> PendingStep:
+        """Forget the finished sequences of a step that computes nothing."""
+        self._update(step)
         return PendingStep(step.id, (), (), {})
 
     def _launch_kernels(self, step: Step, timer: LapTimer) -> PendingStep:
         """Run the step without graphs of whole decode steps."""
         state = self.state
-        sampling = (*step.decodes, *(chunk.sequence for chunk in step.chunks if chunk.sample))
-        samples: list[SampledTokens | None] = []
+        without_drafts = (*step.decodes, *(chunk.sequence for chunk in step.chunks if chunk.sample))
+        sampling = (*without_drafts, *step.draft_sequences)
         drafts: DraftRows | None = None
-        verified: VerifiedDrafts | None = None
-        proposals: Proposals | None = None
-        without_drafts = sampling
         if step.drafts:
             rows = state.persistent_batch.rows([part.sequence for part in step.drafts])
-            drafts = DraftRows.of(step.drafts, rows, len(sampling), state.persistent_batch.tables.device)
-            sampling = (*sampling, *(part.sequence for part in step.drafts for _ in part.tokens))
+            drafts = DraftRows.of(step.drafts, rows, len(without_drafts), state.persistent_batch.tables.device)
+        samples: list[SampledTokens | None] = []
+        verified: VerifiedDrafts | None = None
+        proposals: Proposals | None = None
         prompt_logprobs: StepPromptLogprobs = ()
-        graph_size = None if self._decode_graphs is None else 0
+        graph_size: int | None = None
         for iteration in range(step.iterations):
             batch, sampling_rows = build_batch(state.persistent_batch, step, len(state.groups))
             run = state.forward_pass(batch)
             timer.end("prepare")
-            if self._piecewise_graphs is not None and len(batch.tokens) <= self._piecewise_graphs.max_tokens:
-                hidden = self._piecewise_graphs.run(run)
-                graph_size = self._piecewise_graphs.size(len(batch.tokens))
-            else:
-                hidden = state.model.forward(run)
+            hidden, graph_size = self._forward(run)
             logits = None
             if sampling:
                 all_rows = len(batch.logit_rows) == len(hidden)
@@ -199,21 +198,15 @@ class StepLauncher:
             timer.end("launch")
             sampled = None
             if logits is not None:
-                sampled = state.sampler.sample(logits, sampling, sampling_rows, drafts)
-                last_rows, last_tokens = sampling_rows, sampled.tokens
-                if drafts is not None:
-                    verified = state.sampler.verify(drafts, sampled.tokens, state.persistent_batch.last_tokens)
-                    last_rows, last_tokens = last_rows[: drafts.num_before], last_tokens[: drafts.num_before]
-                state.persistent_batch.set_last_tokens(last_rows, last_tokens)
+                sampled, verified = self._sample(logits, sampling, sampling_rows, drafts)
             samples.append(sampled)
             prompt_logprobs = state.sampler.prompt_logprobs(step, hidden, state.model)
             timer.end("sample")
             if state.drafter is not None:
-                tokens = batch.tokens[:0] if sampled is None else sampled.tokens
                 computed = ComputedRows(
                     batch=batch,
                     logit_rows=batch.logit_rows,
-                    sampled=tokens,
+                    sampled=batch.tokens[:0] if sampled is None else sampled.tokens,
                     sequences=without_drafts,
                     verified=verified,
                 )
@@ -229,6 +222,30 @@ class StepLauncher:
             drafts=verified,
             proposals=proposals,
         )
+
+    def _forward(self, run: ForwardPass) -> tuple[torch.Tensor, int | None]:
+        """Compute a pass, by piecewise graphs if it has few enough tokens. Returns the hidden states: [tokens,
+        hidden_size], and StepResult.graph_size."""
+        graphs, count = self._piecewise_graphs, len(run.batch.tokens)
+        if graphs is not None and count <= graphs.max_tokens:
+            return graphs.run(run), graphs.size(count)
+        return self.state.model.forward(run), None if self._decode_graphs is None else 0
+
+    def _sample(
+        self, logits: torch.Tensor, sequences: Sequence[int], rows: torch.Tensor, drafts: DraftRows | None
+    ) -> tuple[SampledTokens, VerifiedDrafts | None]:
+        """Sample a token from each row of logits, verify the drafts, and store the last token of each sequence.
+
+        sequences, rows: of the logits, and their rows in the persistent batch; those of drafts come last.
+        """
+        sampler, batch = self.state.sampler, self.state.persistent_batch
+        sampled = sampler.sample(logits, sequences, rows, drafts)
+        tokens, verified = sampled.tokens, None
+        if drafts is not None:
+            verified = sampler.verify(drafts, tokens, batch.last_tokens)
+            rows, tokens = rows[: drafts.num_before], tokens[: drafts.num_before]
+        batch.set_last_tokens(rows, tokens)
+        return sampled, verified
 
 
 def enter_device(device: DeviceInfo) -> None:

@@ -104,3 +104,8 @@ class Step:
         """Tokens that an iteration computes outside prefill chunks: one per decode, and those of the draft slices."""
         rows = len(self.decodes)
         return rows + sum([len(part.tokens) for part in self.drafts]) if self.drafts else rows
+
+    @property
+    def draft_sequences(self) -> tuple[int, ...]:
+        """The sequence of each token of the draft slices."""
+        return tuple([part.sequence for part in self.drafts for _ in part.tokens])
