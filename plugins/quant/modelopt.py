@@ -24,10 +24,11 @@ from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys, quantization_
 from engine.plugins.quant.quantization_config import same_for_all, same_for_experts
 from engine.plugins.quant.w4_experts import w4_experts
 from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
-from engine.plugins.quant.w4a16_kernel import W4A16Kernel, WeightOnlyMatmuls
+from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w8_experts import w8_experts
 from engine.plugins.quant.w8_kernel import STATIC, TOKEN, W8Format
 from engine.plugins.quant.w8_kernels import W8Kernels
+from engine.plugins.quant.weight_only_matmuls import WeightOnlyMatmuls
 
 FILE = "hf_quant_config.json"
 BITS = 4

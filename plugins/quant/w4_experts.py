@@ -5,7 +5,8 @@ from __future__ import annotations
 from engine.core.quant import ExpertsKernel, ExpertsSpec
 from engine.plugins.quant.experts_by_linears import ExpertsByLinears
 from engine.plugins.quant.w4a16 import Reader
-from engine.plugins.quant.w4a16_kernel import W4A16Kernel, WeightOnlyMatmuls
+from engine.plugins.quant.w4a16_kernel import W4A16Kernel
+from engine.plugins.quant.weight_only_matmuls import WeightOnlyMatmuls
 
 
 def w4_experts(spec: ExpertsSpec, reader: Reader, matmuls: WeightOnlyMatmuls) -> ExpertsKernel:

@@ -19,27 +19,13 @@ from engine.core.layers import gated_activation, multiply, pack, torch_dtype
 from engine.core.quant import ACTIVATIONS, LinearKernel, LinearSpec, TensorSpec
 from engine.ops.gemm.packed_layout import GroupedLayout, PackedMatrix
 from engine.plugins.quant.w4a16 import Reader, SortedWeight, check_shards
+from engine.plugins.quant.weight_only_matmuls import WeightOnlyMatmuls
 
 if TYPE_CHECKING:
     from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 
 PACKED_DTYPES = ("bfloat16", "float16")
 """Dtypes of activations that the GPU kernels support."""
-
-
-class WeightOnlyMatmuls:
-    """One WeightOnlyMatmul per device, made on first use."""
-
-    def __init__(self) -> None:
-        self._made: dict[torch.device, WeightOnlyMatmul] = {}
-
-    def on(self, device: torch.device) -> WeightOnlyMatmul:
-        """The WeightOnlyMatmul of one GPU."""
-        from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
-
-        if device not in self._made:
-            self._made[device] = WeightOnlyMatmul(device)
-        return self._made[device]
 
 
 @frozen(kw_only=True, eq=False)
@@ -73,7 +59,7 @@ class W4A16Kernel(LinearKernel):
 
     activations = ACTIVATIONS
 
-    def __init__(self, spec: LinearSpec, reader: Reader, multipliers: WeightOnlyMatmuls) -> None:
+    def __init__(self, spec: LinearSpec, reader: Reader, matmuls: WeightOnlyMatmuls) -> None:
         """Raises CheckpointError for a scheme that no layout holds, or where sharding the layer would cut words or
         groups."""
         for part in spec.parts:
@@ -85,7 +71,7 @@ class W4A16Kernel(LinearKernel):
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         self._activate = gated_activation(spec.activation)
-        self._matmuls = multipliers
+        self._matmuls = matmuls
         self._last: tuple[Mapping[str, torch.Tensor], Sequence[Section]] = {}, ()
         """The weights of the last call, and their sections."""
 

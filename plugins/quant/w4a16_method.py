@@ -10,7 +10,7 @@ from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
 from engine.core.quant import QuantMethod
 from engine.plugins.quant.quant_keys import QuantKeys
-from engine.plugins.quant.w4a16_kernel import WeightOnlyMatmuls
+from engine.plugins.quant.weight_only_matmuls import WeightOnlyMatmuls
 
 
 class W4A16Method(QuantMethod[None]):

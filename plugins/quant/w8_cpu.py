@@ -10,7 +10,7 @@ import torch
 from engine.core.layers import multiply, pack
 from engine.core.quant import LinearSpec
 from engine.plugins.quant.rounding import dequantize, quantize_rows
-from engine.plugins.quant.w8_kernel import W8Format, W8Kernel
+from engine.plugins.quant.w8_kernel import NONE, W8Format, W8Kernel
 
 
 @cache
@@ -82,3 +82,9 @@ class IntegerKernel(W8Kernel):
         if not self._splits:
             return None
         return "this CPU has no exact int8 instructions (VNNI): weights are split and take twice the memory and time"
+
+
+def cpu_kernel(spec: LinearSpec, form: W8Format) -> W8Kernel:
+    """The kernel of a linear layer: integer products if both weights and activations are int8."""
+    integers = form.dtype == "int8" and form.activations != NONE
+    return IntegerKernel(spec, form) if integers else DequantizeAtLoadKernel(spec, form)

@@ -7,8 +7,8 @@ import torch
 from engine.core.errors import ConfigError
 from engine.core.quant import FLOAT8_CAPABILITY, ExpertsKernel, ExpertsSpec, LinearSpec
 from engine.plugins.quant.experts_by_linears import ExpertsByLinears
-from engine.plugins.quant.w8_cpu import DequantizeAtLoadKernel, IntegerKernel
-from engine.plugins.quant.w8_kernel import NONE, W8Format, W8Kernel
+from engine.plugins.quant.w8_cpu import cpu_kernel
+from engine.plugins.quant.w8_kernel import W8Format, W8Kernel
 
 
 def w8_experts(spec: ExpertsSpec, form: W8Format) -> ExpertsKernel:
@@ -16,10 +16,9 @@ def w8_experts(spec: ExpertsSpec, form: W8Format) -> ExpertsKernel:
 
     On a GPU, static activation scales are replaced by a computed scale per token, which is at least as exact.
     """
-    integers = form.dtype == "int8" and form.activations != NONE
 
     def on_cpu(linear: LinearSpec) -> W8Kernel:
-        return IntegerKernel(linear, form) if integers else DequantizeAtLoadKernel(linear, form)
+        return cpu_kernel(linear, form)
 
     if spec.device == "cpu":
         return ExpertsByLinears(spec, on_cpu)

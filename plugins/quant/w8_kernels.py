@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve
 
 from engine.core.quant import LinearSpec
-from engine.plugins.quant.w8_cpu import DequantizeAtLoadKernel, IntegerKernel
+from engine.plugins.quant.w8_cpu import cpu_kernel
 from engine.plugins.quant.w8_kernel import NONE, W8Format, W8Kernel
-
-if TYPE_CHECKING:
-    from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
+from engine.plugins.quant.weight_only_matmuls import WeightOnlyMatmuls
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +22,7 @@ class W8Kernels:
         """method: name of the quantization method, for the log."""
         self._method = method
         self._logged: set[str] = set()
-        self._matmuls: dict[str, WeightOnlyMatmul] = {}
+        self._matmuls = WeightOnlyMatmuls()
 
     def make(self, spec: LinearSpec, form: W8Format) -> W8Kernel:
         """The kernel of one layer. Raises CheckpointError where sharding the layer would cut blocks."""
@@ -37,17 +34,13 @@ class W8Kernels:
 
     def _kernel(self, spec: LinearSpec, form: W8Format) -> W8Kernel:
         if spec.device == "cpu":
-            integers = form.dtype == "int8" and form.activations != NONE
-            return IntegerKernel(spec, form) if integers else DequantizeAtLoadKernel(spec, form)
-        from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
+            return cpu_kernel(spec, form)
         from engine.plugins.quant.w8_gpu import DequantizeEachCallKernel, W8GpuKernel
         from engine.plugins.quant.w8a8_matmul import has_tensor_cores_for
 
         device = torch.device(spec.device)
-        if spec.device not in self._matmuls:
-            self._matmuls[spec.device] = WeightOnlyMatmul(device)
         can = form.dtype == "int8" or has_tensor_cores_for(device, form.torch_dtype)
-        return (W8GpuKernel if can else DequantizeEachCallKernel)(spec, form, self._matmuls[spec.device])
+        return (W8GpuKernel if can else DequantizeEachCallKernel)(spec, form, self._matmuls.on(device))
 
     def _log_once(self, kernel: W8Kernel, form: W8Format) -> None:
         """Log how layers compute, once per kind of layer."""

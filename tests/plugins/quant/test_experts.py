@@ -28,9 +28,10 @@ from engine.plugins.quant.mxfp4 import Mxfp4, Mxfp4OnCpu, stored_tensors
 from engine.plugins.quant.none import Unquantized
 from engine.plugins.quant.packed_experts import PackedExperts, eight_bit_experts, four_bit_experts
 from engine.plugins.quant.w4a16 import GroupScheme
-from engine.plugins.quant.w4a16_kernel import W4A16Kernel, WeightOnlyMatmuls
+from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w8_cpu import DequantizeAtLoadKernel
 from engine.plugins.quant.w8_kernel import NONE, TOKEN, W8Format
+from engine.plugins.quant.weight_only_matmuls import WeightOnlyMatmuls
 from engine.testing.checkpoints import make_checkpoint
 from engine.testing.model_bench import ModelBench
 from engine.testing.ranks import run_ranks

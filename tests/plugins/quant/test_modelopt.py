@@ -17,7 +17,8 @@ from engine.core.weights import Checkpoint
 from engine.plugins.models.qwen3_moe import Qwen3Moe
 from engine.plugins.quant.modelopt import Int4Reader, ModelOpt
 from engine.plugins.quant.w4a16 import GroupScheme
-from engine.plugins.quant.w4a16_kernel import W4A16Kernel, WeightOnlyMatmuls
+from engine.plugins.quant.w4a16_kernel import W4A16Kernel
+from engine.plugins.quant.weight_only_matmuls import WeightOnlyMatmuls
 from engine.testing.checkpoints import make_checkpoint
 from engine.testing.model_bench import ModelBench
 from engine.testing.quant import QuantConformance

@@ -28,7 +28,7 @@ from engine.ops.gemm.weight_only_candidates import (
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.plugins.quant import w8a8_matmul, w8a8_shape
 from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
-from engine.plugins.quant.w4a16_kernel import W4A16Kernel, WeightOnlyMatmuls
+from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w8_gpu import (
     W8A16_MAX_ROWS,
     W8A16_MAX_ROWS_WGMMA,
@@ -39,6 +39,7 @@ from engine.plugins.quant.w8_kernel import W8Format
 from engine.plugins.quant.w8a8_matmul import W8A8Matmul, has_tensor_cores_for
 from engine.plugins.quant.w8a8_tiles import PERSISTENT_CLASS, ROW_CLASSES, TRANSPOSED_TILES
 from engine.plugins.quant.w8a8_tuning import W8A8Op
+from engine.plugins.quant.weight_only_matmuls import WeightOnlyMatmuls
 from engine.testing.checkpoints import make_checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
