@@ -18,7 +18,7 @@ from engine.core.quant import ExpertsKernel, ExpertsSpec, LinearKernel, LinearSp
 from engine.plugins.quant.awq import BITS as AWQ_BITS, AwqReader
 from engine.plugins.quant.conversions import instead_of
 from engine.plugins.quant.gptq import BITS, GptqConfig, GptqReader
-from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys
+from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys, require_method
 from engine.plugins.quant.quantization_config import (
     flat_names,
     is_listed,
@@ -27,11 +27,12 @@ from engine.plugins.quant.quantization_config import (
     unquantized_modules,
 )
 from engine.plugins.quant.w4_experts import w4_experts
-from engine.plugins.quant.w4a16 import GroupScheme, Reader
+from engine.plugins.quant.w4a16 import GroupScheme, Reader, check_group_size
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w4a16_method import W4A16Method
 
-METHODS = ("auto-round", "auto_round", "intel/auto-round")
+ALIASES = ("auto_round", "intel/auto-round")
+"""Other names of the quant_method."""
 GPTQ_LESS_ONE = ("auto_round:auto_gptq", "auto_round:gptq")
 GPTQ = ("auto_round", "auto_round:gptqmodel", "auto_round:exllamav2", "auto_round:tritonv2")
 AWQ = ("auto_round:auto_awq", "auto_round:awq")
@@ -115,10 +116,7 @@ class AutoRound(W4A16Method):
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Raises CheckpointError for a quantization_config that is not AutoRound's or not supported."""
         super().__init__(config)
-        if config.get("quant_method") not in METHODS:
-            raise CheckpointError(
-                f"the checkpoint's quant_method is {config.get('quant_method')!r}; this reads auto-round only"
-            )
+        require_method(config, "auto-round", ALIASES)
         self._packing = str(config.get("packing_format") or GPTQ_LESS_ONE[0])
         if self._packing not in PACKINGS:
             raise CheckpointError(
@@ -188,13 +186,11 @@ class AutoRound(W4A16Method):
                 f"{where}: the weights have {bits!r} bits; use a checkpoint with {' or '.join(map(str, accepted))}:"
                 f" {instead_of('AutoRound')}"
             )
-        if type(group_size) is not int or (group_size < 1 and group_size != -1):
-            raise CheckpointError(
-                f"{where}: group_size is {group_size!r}; it must be a whole number, or -1 for all inputs"
-            )
         symmetric = table.get("sym")
         return ModuleSettings(
-            bits=bits, group_size=group_size, symmetric=default.symmetric if symmetric is None else bool(symmetric)
+            bits=bits,
+            group_size=check_group_size(group_size, where),
+            symmetric=default.symmetric if symmetric is None else bool(symmetric),
         )
 
 

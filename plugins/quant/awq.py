@@ -15,10 +15,10 @@ from engine.core.errors import CheckpointError
 from engine.core.quant import ExpertsKernel, ExpertsSpec, LinearKernel, LinearPart, LinearSpec, TensorSpec
 from engine.plugins.quant.groups import check_scales
 from engine.plugins.quant.packing import AWQ_ORDER, unpack_awq
-from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys, with_file
+from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys, require_method, with_file
 from engine.plugins.quant.quantization_config import is_listed, same_for_all, same_for_experts, unquantized_modules
 from engine.plugins.quant.w4_experts import w4_experts
-from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
+from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader, check_group_size
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w4a16_method import W4A16Method
 
@@ -47,10 +47,7 @@ class Awq(W4A16Method):
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Raises CheckpointError for a quantization_config that is not AWQ's or not supported."""
         super().__init__(config)
-        if config.get("quant_method") != "awq":
-            raise CheckpointError(
-                f"the checkpoint's quant_method is {config.get('quant_method')!r}; this reads awq only"
-            )
+        require_method(config, "awq")
         version = str(config.get("version") or config.get("format") or "gemm").lower()
         if version != "gemm":
             raise CheckpointError(
@@ -60,11 +57,7 @@ class Awq(W4A16Method):
         if bits != BITS:
             raise CheckpointError(f"the checkpoint's weights have {bits!r} bits; awq has {BITS}")
         group_size = config.get("group_size", config.get("q_group_size", 128))
-        if type(group_size) is not int or (group_size < 1 and group_size != -1):
-            raise CheckpointError(
-                f"quantization_config: group_size is {group_size!r}; it must be a whole number, or -1 for all inputs"
-            )
-        self._scheme = GroupScheme(bits=BITS, group_size=group_size)
+        self._scheme = GroupScheme(bits=BITS, group_size=check_group_size(group_size, "quantization_config"))
         self._unquantized = unquantized_modules(config)
 
     def linear(self, spec: LinearSpec) -> LinearKernel | None:

@@ -12,7 +12,7 @@ from engine.core.errors import CheckpointError
 from engine.core.quant import ExpertsKernel, ExpertsSpec, LinearKernel, LinearSpec
 from engine.plugins.quant.kv_cache_scheme import KVCacheScheme, ReadsKVCacheScheme
 from engine.plugins.quant.pack_quantized import FORMAT, PackedReader, check_packed
-from engine.plugins.quant.quant_keys import QuantKeys
+from engine.plugins.quant.quant_keys import QuantKeys, require_method
 from engine.plugins.quant.quantization_config import (
     COMPRESSED_KEYS,
     CompressedConfig,
@@ -38,10 +38,7 @@ class CompressedTensors(ReadsKVCacheScheme, W4A16Method):
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Raises CheckpointError for a quantization_config of another method, or an unsupported one."""
         super().__init__(config)
-        if config.get("quant_method") != "compressed-tensors":
-            raise CheckpointError(
-                f"the checkpoint's quant_method is {config.get('quant_method')!r}; this reads compressed-tensors only"
-            )
+        require_method(config, "compressed-tensors")
         self._config = CompressedConfig.parse(config)
         schemes = self._config.schemes
         if not any(scheme.format == FORMAT for scheme in schemes):

@@ -14,7 +14,7 @@ from engine.plugins.quant.quantization_config import COMPRESSED_KEYS
 from engine.plugins.quant.rounding import BLOCK
 from engine.plugins.quant.w8_formats import GRANULARITIES, CompressedFormats, FormatSource, OneFormat
 from engine.plugins.quant.w8_kernel import NONE, STATIC, TOKEN, Activations, W8Dtype, W8Format
-from engine.plugins.quant.w8_method import ActivationOptions, W8Method, one_of
+from engine.plugins.quant.w8_method import ActivationOptions, W8Method, one_of, other_method
 
 DTYPE: W8Dtype = "float8_e4m3fn"
 UNQUANTIZED = ("modules_to_not_convert", "ignored_layers", "ignore")
@@ -80,10 +80,7 @@ class Fp8(W8Method[Fp8Options]):
             if DTYPE in found.dtypes:
                 return found
             raise CheckpointError("the checkpoint has int8 weights and no float8 ones; choose --quant int8 or auto")
-        raise CheckpointError(
-            f"the checkpoint's weights are quantized by {method!r} already, and quantizing them again would only lose"
-            " precision; leave --quant out to use the plugin made for it, or take an unquantized checkpoint"
-        )
+        raise other_method(method)
 
 
 def fp8_format(config: Mapping[str, Any]) -> W8Format:

@@ -19,7 +19,7 @@ from engine.core.layers import BIAS_SHARD_DIM
 from engine.core.quant import ExpertsKernel, ExpertsSpec, LinearKernel, LinearPart, LinearSpec, TensorSpec
 from engine.plugins.quant.groups import check_scales, group_of
 from engine.plugins.quant.packing import WORD, gptq_zeros, unpack
-from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys, with_file
+from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys, require_method, with_file
 from engine.plugins.quant.quantization_config import (
     flat_names,
     is_listed,
@@ -28,7 +28,7 @@ from engine.plugins.quant.quantization_config import (
     unquantized_modules,
 )
 from engine.plugins.quant.w4_experts import w4_experts
-from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
+from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader, check_group_size
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w4a16_method import W4A16Method
 
@@ -118,10 +118,7 @@ class Gptq(W4A16Method):
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Raises CheckpointError for a quantization_config that is not GPTQ's or not supported."""
         super().__init__(config)
-        if config.get("quant_method") != "gptq":
-            raise CheckpointError(
-                f"the checkpoint's quant_method is {config.get('quant_method')!r}; this reads gptq only"
-            )
+        require_method(config, "gptq")
         stored = config.get("checkpoint_format") or config.get("format") or "gptq"
         if stored not in LESS_ONE:
             raise CheckpointError(
@@ -178,13 +175,9 @@ class Gptq(W4A16Method):
             raise CheckpointError(
                 f"{where}: the weights have {bits!r} bits; use a checkpoint with {' or '.join(map(str, BITS))}"
             )
-        if type(group_size) is not int or (group_size < 1 and group_size != -1):
-            raise CheckpointError(
-                f"{where}: group_size is {group_size!r}; it must be a whole number, or -1 for all inputs"
-            )
         return evolve(
             default,
-            scheme=GroupScheme(bits=bits, group_size=group_size),
+            scheme=GroupScheme(bits=bits, group_size=check_group_size(group_size, where)),
             symmetric=bool(table.get("sym", default.symmetric)),
             ordered=bool(table.get("desc_act", default.ordered)),
         )

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from engine.core.errors import CheckpointError
 from engine.plugins.quant.w8_formats import CompressedFormats, FormatSource
 from engine.plugins.quant.w8_kernel import TOKEN, W8Dtype, W8Format
-from engine.plugins.quant.w8_method import ActivationOptions, W8Method
+from engine.plugins.quant.w8_method import ActivationOptions, W8Method, other_method
 
 DTYPE: W8Dtype = "int8"
 
@@ -34,7 +34,4 @@ class Int8(W8Method[ActivationOptions]):
             if found.dtypes == {DTYPE}:
                 return found
             raise CheckpointError("the checkpoint has float8 weights; choose --quant fp8 or auto")
-        raise CheckpointError(
-            f"the checkpoint's weights are quantized by {method!r} already, and quantizing them again would only lose"
-            " precision; leave --quant out to use the plugin made for it, or take an unquantized checkpoint"
-        )
+        raise other_method(method)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -16,12 +15,14 @@ from attrs import frozen
 
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
+from engine.core.layers import WEIGHT_SHARD_DIM
 from engine.core.quant import ExpertsKernel, ExpertsSpec, LinearKernel, LinearPart, LinearSpec, QuantMethod, TensorSpec
 from engine.plugins.quant.conversions import instead_of
 from engine.plugins.quant.groups import check_scales
 from engine.plugins.quant.kv_cache_scheme import KVCacheScheme, ReadsKVCacheScheme
 from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys, quantization_file
 from engine.plugins.quant.quantization_config import same_for_all, same_for_experts
+from engine.plugins.quant.triton_refusal import triton_refusal
 from engine.plugins.quant.w4_experts import w4_experts
 from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
@@ -148,9 +149,7 @@ class ModelOpt(ReadsKVCacheScheme, QuantMethod[None]):
             ModelOptConfig(checkpoint)
         except CheckpointError as error:
             return str(error)
-        if device.type == "cuda" and find_spec("triton") is None:
-            return "its kernels for GPUs are written in Triton, which is not installed; install triton"
-        return None
+        return triton_refusal(device)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: None) -> ModelOpt:
@@ -211,7 +210,7 @@ class Int4Reader(Reader):
         if outputs % 2:
             raise CheckpointError(f"{part.name} has {outputs} outputs; {INT4} stores two in a byte")
         groups = self.scheme.groups(inputs)
-        shard_dim = {"none": None, "column": 0, "row": 1}[spec.parallel]
+        shard_dim = WEIGHT_SHARD_DIM[spec.parallel]
         group_dim = shard_dim if groups > 1 or shard_dim == 0 else None
         return {
             f"{part.name}.weight": TensorSpec(shape=(outputs // 2, inputs), dtypes=("uint8",), shard_dim=shard_dim),

@@ -9,7 +9,6 @@ Sources: OCP Microscaling Formats (MX) specification 1.0; openai/gpt-oss (gpt_os
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,9 +16,10 @@ from attrs import evolve
 
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
-from engine.core.layers import ExpertTensors, PlainExperts, torch_dtype
+from engine.core.layers import WEIGHT_SHARD_DIM, ExpertTensors, PlainExperts, torch_dtype
 from engine.core.quant import ExpertsKernel, ExpertsSpec, LinearKernel, LinearSpec, QuantMethod, TensorSpec
 from engine.plugins.quant.quantization_config import is_listed, unquantized_modules
+from engine.plugins.quant.triton_refusal import triton_refusal
 
 if TYPE_CHECKING:
     from engine.plugins.quant.packed_experts import PackedExperts
@@ -47,9 +47,7 @@ class Mxfp4(QuantMethod[None]):
             return "the checkpoint is not quantized; it needs one with quant_method mxfp4 in config.json, as gpt-oss"
         if checkpoint.get("quant_method") != "mxfp4":
             return f"the checkpoint's quant_method is {checkpoint.get('quant_method')!r}; this reads mxfp4 only"
-        if device.type == "cuda" and find_spec("triton") is None:
-            return "its kernels for GPUs are written in Triton, which is not installed; install triton"
-        return None
+        return triton_refusal(device)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: None) -> Mxfp4:
@@ -110,7 +108,7 @@ class Mxfp4OnCpu(PlainExperts):
 
 def stored_tensors(linear: LinearSpec) -> Mapping[str, TensorSpec]:
     """NAME.blocks and NAME.scales of each part. Raises CheckpointError where ranks would cut groups."""
-    shard_dim = {"none": None, "column": 0, "row": 1}[linear.parallel]
+    shard_dim = WEIGHT_SHARD_DIM[linear.parallel]
     if linear.in_features % GROUP or linear.rank_inputs % GROUP:
         raise CheckpointError(
             f"{linear.ranks} ranks cannot share the {linear.in_features} inputs of {linear.parts[0].name}, which are"

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from engine.core.errors import CheckpointError
+from engine.core.layers import WEIGHT_SHARD_DIM
 from engine.core.quant import LinearPart, LinearSpec, TensorSpec
 from engine.plugins.quant import quantization_config as quant_config
 from engine.plugins.quant.conversions import instead_of
@@ -39,7 +40,7 @@ class PackedReader(Reader):
         """NAME.weight_packed, weight_scale; weight_zero_point if asymmetric; optional weight_shape and weight_g_idx."""
         inputs, outputs, bits = spec.in_features, part.out_features, self.scheme.bits
         groups = self.scheme.groups(inputs)
-        shard_dim = {"none": None, "column": 0, "row": 1}[spec.parallel]
+        shard_dim = WEIGHT_SHARD_DIM[spec.parallel]
         group_dim = shard_dim if shard_dim == 0 or (groups > 1 and not self.ordered) else None
         found = {
             f"{part.name}.weight_packed": TensorSpec(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -67,6 +67,13 @@ class QuantKeys:
                 " answers with those of the program that made the checkpoint",
                 ", ".join(names),
             )
+
+
+def require_method(config: Mapping[str, Any], name: str, aliases: Collection[str] = ()) -> None:
+    """Raise CheckpointError unless a quantization_config has quant_method `name`, or an alias of it."""
+    found = config.get("quant_method")
+    if found != name and found not in aliases:
+        raise CheckpointError(f"the checkpoint's quant_method is {found!r}; this reads {name} only")
 
 
 def quantization_file(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:

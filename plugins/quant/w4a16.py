@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from attrs import evolve, frozen
@@ -11,6 +12,13 @@ from attrs import evolve, frozen
 from engine.core.errors import CheckpointError
 from engine.core.quant import LinearPart, LinearSpec, TensorSpec
 from engine.plugins.quant.packing import WORD
+
+
+def check_group_size(size: Any, where: str) -> int:
+    """Return a group size as checkpoints state it. Raises CheckpointError for other values. where: begins the error."""
+    if type(size) is not int or (size < 1 and size != -1):
+        raise CheckpointError(f"{where}: group_size is {size!r}; it must be a whole number, or -1 for all inputs")
+    return size
 
 
 @frozen(kw_only=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any, ClassVar, Self
 
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
 from engine.core.quant import QuantMethod
 from engine.plugins.quant.quant_keys import QuantKeys
+from engine.plugins.quant.triton_refusal import triton_refusal
 from engine.plugins.quant.weight_only_matmuls import WeightOnlyMatmuls
 
 
@@ -40,9 +40,7 @@ class W4A16Method(QuantMethod[None]):
             cls._construct(checkpoint)
         except CheckpointError as error:
             return str(error)
-        if device.type == "cuda" and find_spec("triton") is None:
-            return "its kernels for GPUs are written in Triton, which is not installed; install triton"
-        return None
+        return triton_refusal(device)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: None) -> Self:

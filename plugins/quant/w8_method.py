@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any, ClassVar, Generic, TypeVar
 
 from attrs import evolve, field, frozen, validators
@@ -15,6 +14,7 @@ from engine.core.quant import ExpertsKernel, ExpertsSpec, LinearKernel, LinearSp
 from engine.plugins.quant.kv_cache_scheme import KVCacheScheme, ReadsKVCacheScheme
 from engine.plugins.quant.quant_keys import QuantKeys
 from engine.plugins.quant.quantization_config import COMPRESSED_KEYS, same_for_all, same_for_experts
+from engine.plugins.quant.triton_refusal import triton_refusal
 from engine.plugins.quant.w8_experts import w8_experts
 from engine.plugins.quant.w8_formats import FormatSource, OneFormat, Overridden
 from engine.plugins.quant.w8_kernel import NONE, TOKEN, Activations, W8Format
@@ -35,6 +35,14 @@ class ActivationOptions:
 
     activations: str | None = one_of(*ACTIVATIONS)
     """dynamic-token or none. Not given: as the checkpoint says, and dynamic-token for an unquantized one."""
+
+
+def other_method(name: object) -> CheckpointError:
+    """The error of a checkpoint that another quantization method has quantized."""
+    return CheckpointError(
+        f"the checkpoint's weights are quantized by {name!r} already, and quantizing them again would only lose"
+        " precision; leave --quant out to use the plugin made for it, or take an unquantized checkpoint"
+    )
 
 
 W8OptionsT = TypeVar("W8OptionsT", bound=ActivationOptions)
@@ -69,10 +77,9 @@ class W8Method(ReadsKVCacheScheme, QuantMethod[W8OptionsT | None], Generic[W8Opt
     @classmethod
     def refuses(cls, checkpoint: Mapping[str, Any] | None, device: DeviceInfo) -> str | None:
         """Refuses checkpoints quantized in another way, and GPUs without Triton."""
-        if device.type == "cuda" and find_spec("triton") is None:
-            return "its kernels for GPUs are written in Triton, which is not installed; install triton"
-        if checkpoint is None:
-            return None
+        refusal = triton_refusal(device)
+        if refusal is not None or checkpoint is None:
+            return refusal
         try:
             cls.read(checkpoint)
         except CheckpointError as error:

@@ -94,7 +94,7 @@ def test_accepts_supported_checkpoints(method: Any, config: Any) -> None:
 
 
 def test_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.plugins.quant.w8_method.find_spec", lambda name: None)
+    monkeypatch.setattr("engine.plugins.quant.triton_refusal.find_spec", lambda name: None)
     assert Fp8.refuses(None, CPU) is None
     assert "install triton" in Fp8.refuses(None, DeviceInfo(type="cuda"))
 
