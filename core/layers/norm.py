@@ -44,10 +44,7 @@ class RMSNorm(TensorLayer):
 
         x, residual: [..., size]. A partial sum x is reduced first. residual: None counts as zeros.
         """
-        if isinstance(x, PartialSum):
-            x = x.reduce()
-        residual = whole_rows(residual)
-        total = x if residual is None else x + residual
+        total = _add(x, residual)
         if self.unit_offset:
             return F.rms_norm(total.float(), self.shape, self.weight, self.eps).to(total.dtype), total
         return F.rms_norm(total, self.shape, self.weight, self.eps), total
