@@ -91,7 +91,10 @@ class PiecewiseGraphs:
         self._positions = torch.zeros_like(self._tokens)
         self._slots = [torch.full_like(self._tokens, scratch) for _ in state.groups]
         """Per cache group."""
+        self._inputs = (self._tokens, self._positions, *self._slots)
+        """The tensors that `run` fills."""
         self._padding = (0, 0, *(scratch for _ in state.groups))
+        """What each of them holds for a padding token."""
         self._steps: dict[int, _CapturedStep] = {}
 
     def capture_all(self, on_progress: Callable[[int, int], None]) -> None:
@@ -113,10 +116,9 @@ class PiecewiseGraphs:
         count = len(batch.tokens)
         size = self.size(count)
         step = self._steps[size]
-        fixed = (self._tokens, self._positions, *self._slots)
         slots = (group.slots for group in batch.groups) if batch.groups else (batch.slots,)
         given = (batch.tokens, batch.positions, *slots)
-        for tensor, values, padding in zip(fixed, given, self._padding, strict=True):
+        for tensor, values, padding in zip(self._inputs, given, self._padding, strict=True):
             tensor[:count].copy_(values)
             if count < size:
                 tensor[count:size].fill_(padding)
@@ -147,8 +149,7 @@ class PiecewiseGraphs:
         within: entered for these kernels and no others. on_break: called where a graph ends and the next begins. Must
         not be called while a step is in flight.
         """
-        fixed = (self._tokens, self._positions, *self._slots)
-        for tensor, padding in zip(fixed, self._padding, strict=True):
+        for tensor, padding in zip(self._inputs, self._padding, strict=True):
             tensor[:count].fill_(padding)
         run = self._state.unplanned_pass(self._batch(count))
         with within:
