@@ -120,6 +120,7 @@ class Scheduler:
             self._counter,
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
+            cache_metrics=cache_metrics,
         )
         self._drafting: Drafting | None = None
         if speculator is not None:
@@ -137,7 +138,7 @@ class Scheduler:
             speculates=speculator is not None,
         )
         self._blocks = blocks
-        self._cache_metrics = self._planner.cache_metrics = cache_metrics
+        self._cache_metrics = cache_metrics
         self._max_running = max_running
         self._in_flight: deque[_InFlight] = deque()
         self._prefix_hits = 0

@@ -18,11 +18,18 @@ class StepPlanner:
     """Asks the policy, and moves requests between waiting and running accordingly.
 
     max_batch_tokens: maximum tokens per step (per iteration of a multi-step step). max_running: maximum sequences per
-    step.
+    step. cache_metrics: counts the prompt tokens looked up in the prefix cache; None: they are not counted by tenant.
     """
 
     def __init__(
-        self, queues: Queues, policy: CheckedPolicy, counter: StepCounter, *, max_batch_tokens: int, max_running: int
+        self,
+        queues: Queues,
+        policy: CheckedPolicy,
+        counter: StepCounter,
+        *,
+        max_batch_tokens: int,
+        max_running: int,
+        cache_metrics: CacheMetrics | None = None,
     ) -> None:
         self._queues = queues
         self._blocks = queues.blocks
@@ -32,9 +39,11 @@ class StepPlanner:
         self._max_running = max_running
         self._admission = Admission(queues, policy, max_running=max_running)
         self._unrestricted = Split(decode=max_batch_tokens, prefill=max_batch_tokens)
+        self._cache_metrics = cache_metrics
         self.prefix_queries = 0
+        """Prompt tokens looked up in the prefix cache."""
         self.preemptions = 0
-        self.cache_metrics: CacheMetrics | None = None
+        """How often a request was preempted."""
 
     def plan(self, now: float, *, idle: bool) -> StepPlan:
         """The next step's plan; never empty if `idle` (no step is in flight) and there is a request."""
@@ -188,7 +197,7 @@ class StepPlanner:
                 state.scheduled_at = now
                 if self._admission.uses_cache(state):
                     self.prefix_queries += state.prompt_len
-                    if self.cache_metrics is not None:
-                        self.cache_metrics.count_queries(state.request.salt, state.prompt_len)
+                    if self._cache_metrics is not None:
+                        self._cache_metrics.count_queries(state.request.salt, state.prompt_len)
             self._queues.move_to_prefill_end(plan.deferred)
             self._add_chunk(state, plan)
