@@ -140,14 +140,9 @@ class BlockManager:
             found.append(block)
         return found
 
-    def can_allocate(
-        self, num_tokens: int, cached: Sequence[int] = (), *, spare: int = 0, without: Iterable[int] = ()
-    ) -> bool:
-        """Whether `allocate` would succeed and leave `spare` blocks if the sequences `without` were freed first."""
-        shortage = self.shortage(num_tokens, cached)
-        for sequence in without:
-            shortage.release(sequence)
-        return shortage.blocks + spare <= 0
+    def can_allocate(self, num_tokens: int, cached: Sequence[int] = ()) -> bool:
+        """Whether `allocate` would succeed."""
+        return self.shortage(num_tokens, cached).blocks <= 0
 
     def shortage(self, num_tokens: int, cached: Sequence[int]) -> Shortage:
         """Count the blocks missing for a new sequence of `num_tokens` that begins with the blocks `cached`."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import attrs
 import pytest
@@ -224,25 +225,32 @@ def test_can_allocate_counts_reused_cached_blocks() -> None:
     manager.free(1)
     cached = manager.lookup([*tokens, 0], HashChain(BLOCK_SIZE))
     assert manager.num_available == 3
+    assert manager.shortage(12, cached).blocks == 0
     assert manager.can_allocate(12, cached)
-    assert not manager.can_allocate(12, cached, spare=1)
+    assert manager.shortage(13, cached).blocks == 1
     assert not manager.can_allocate(13, cached)
     assert manager.allocate(2, 13, cached) is None
     manager.check()
 
 
-def test_can_allocate_counts_blocks_that_freed_sequences_would_release() -> None:
+def test_shortage_is_smaller_by_the_blocks_that_freed_sequences_would_release() -> None:
     manager = make_manager(5)
     tokens = list(range(8))
     run_prompt(manager, 1, [*tokens, 1])
     run_prompt(manager, 2, [*tokens, 2])
     assert (manager.num_available, manager.num_used) == (1, 4)
-    assert manager.can_allocate(2 * BLOCK_SIZE, without=[2])
-    assert not manager.can_allocate(3 * BLOCK_SIZE, without=[2]), "the other sequence still uses the prefix"
-    assert manager.can_allocate(5 * BLOCK_SIZE, without=[1, 2])
-    assert not manager.can_allocate(5 * BLOCK_SIZE, spare=1, without=[1, 2])
-    assert manager.can_allocate(5 * BLOCK_SIZE, manager.table(1)[:2], without=[1, 2])
-    assert not manager.can_allocate(6 * BLOCK_SIZE, manager.table(1)[:2], without=[1, 2])
+
+    def missing(num_blocks: int, cached: Sequence[int] = (), *, without: Sequence[int]) -> int:
+        shortage = manager.shortage(num_blocks * BLOCK_SIZE, cached)
+        for sequence in without:
+            shortage.release(sequence)
+        return shortage.blocks
+
+    assert missing(3, without=[2]) == 1, "the other sequence still uses the prefix"
+    assert missing(5, without=[1, 2]) == 0
+    assert missing(4, without=[1, 2]) == -1, "a block is left over"
+    assert missing(5, manager.table(1)[:2], without=[1, 2]) == 0
+    assert missing(6, manager.table(1)[:2], without=[1, 2]) == 1
     assert manager.num_used == 4
 
 
