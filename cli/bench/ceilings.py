@@ -26,6 +26,9 @@ MatmulRate = Annotated[
     typer.Option(help="Matmul rate to compare with, TFLOP/s; by default one is timed.", show_default=False),
 ]
 
+ROUNDS = 5
+"""Timings per measurement, of which the fastest counts."""
+
 
 @frozen(kw_only=True)
 class Ceilings:
@@ -101,13 +104,13 @@ def matmul_rate(device: str, dtype: str, size: int = 0) -> float:
     return 2 * size**3 / seconds
 
 
-def _best(device: str, work: Callable[[], object], rounds: int = 5) -> float:
+def _best(device: str, work: Callable[[], object]) -> float:
     """Minimum seconds per call."""
     import torch
 
     calls = 10 if device.startswith("cuda") else 1
     least = float("inf")
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         if device.startswith("cuda"):
             torch.cuda.synchronize(device)
         begin = time.perf_counter()

@@ -167,10 +167,6 @@ def latency(
     batches, prompts = parse_counts(batch, "--batch"), parse_prefill(prefill)
     if trace is not None and not profile:
         raise ConfigError("--trace writes what --profile records; give both")
-    if plot is not None:
-        from engine.cli.bench.plot import check_plot
-
-        check_plot(plot)
     from engine.cli.bench import profile as profiling
 
     with opened(resolved.config) as engine:

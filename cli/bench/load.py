@@ -7,7 +7,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +129,14 @@ def run_load(engine: Engine, load: Load, *, prefix: str = "", prompts: list[tupl
         engine.step()
     seconds = time.perf_counter() - begin
     return _difference(before, engine.stats(), seconds)
+
+
+def abandon(engine: Engine, request_ids: Iterable[str]) -> None:
+    """Abort requests, and commit the steps in flight. There must be no other requests."""
+    for request_id in request_ids:
+        engine.abort(request_id)
+    while engine.has_work:
+        engine.step()
 
 
 def warm_up(engine: Engine) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from attrs import field, frozen
 
-from engine.cli.bench.load import Load, say
+from engine.cli.bench.load import Load, abandon, say
 from engine.cli.bench.report import Row
 from engine.cli.tables import print_table
 from engine.core.errors import ConfigError, ExecutorError
@@ -180,10 +180,7 @@ def profile_requests(engine: Engine, title: str, requests: Sequence[Request], st
     tokens = decode(engine.step)
     wall = (time.perf_counter() - begin) / tokens * batch * 1e6
     tokens, host, ran = record_steps(engine, decode)
-    for name in names:
-        engine.abort(name)
-    while engine.has_work:
-        engine.step()
+    abandon(engine, names)
     say(f"profiled {title}")
     return Profile(title=title, steps=tokens / batch, wall=wall, host=host, ran=ran)
 

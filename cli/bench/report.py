@@ -39,12 +39,24 @@ class Row:
     """Share of the roofline (roofline.py); 1.0: the limit of the machine's bandwidth and matmul rate."""
 
 
+def _plot_file(path: Path | None) -> Path | None:
+    """The callback of --plot: its path, checked before the command runs."""
+    if path is not None:
+        from engine.cli.bench.plot import check_plot
+
+        check_plot(path)
+    return path
+
+
 Json = Annotated[
     Path | None,
     typer.Option("--json", help="File to write the result to, as JSON.", metavar="FILE", callback=output_file),
 ]
 Plot = Annotated[
-    Path | None, typer.Option("--plot", help="PNG file to draw the result to; needs matplotlib.", metavar="FILE")
+    Path | None,
+    typer.Option(
+        "--plot", help="PNG file to draw the result to; needs matplotlib.", metavar="FILE", callback=_plot_file
+    ),
 ]
 
 

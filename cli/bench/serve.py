@@ -203,10 +203,6 @@ def serve(
         raise ConfigError("--server-pid needs --url; the process of a server started here is known")
     if concurrency is not None and rate is not None:
         raise ConfigError("--concurrency and --rate exclude each other; give one of them")
-    if plot is not None:
-        from engine.cli.bench.plot import check_plot
-
-        check_plot(plot)
     resolved = located(resolved, config_only=bool(url))
     config = resolved.config
     common: dict[str, Any] = {"input_len": input_len, "output_len": output_len, "timeout": timeout}

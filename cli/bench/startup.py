@@ -91,10 +91,6 @@ def startup(
     from engine.core.device import find_device
     from engine.core.weights import Checkpoint
 
-    if plot is not None:
-        from engine.cli.bench.plot import check_plot
-
-        check_plot(plot)
     config = located(resolved).config
     Checkpoint.open(config.model.path)
     starts = []

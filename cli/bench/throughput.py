@@ -139,10 +139,6 @@ def throughput(
         raise ConfigError("--load names requests and lengths; leave out --requests, --input-len and --output-len")
     inputs, outputs = parse_range(input_len or "128", "--input-len"), parse_range(output_len or "128", "--output-len")
     wanted = [parse_load(text, seed) for text in loads or ()] or [make_load(requests or 32, inputs, outputs, seed)]
-    if plot is not None:
-        from engine.cli.bench.plot import check_plot
-
-        check_plot(plot)
 
     with opened(resolved.config) as engine:
         results = [measure(engine, load, repeat) for load in wanted]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import attrs
 import typer
 
-from engine.cli.bench.load import Load, opened, say
+from engine.cli.bench.load import Load, abandon, opened, say
 from engine.cli.bench.report import Json, engine_settings, header, write
 from engine.cli.options import OFFLINE, configured, refuse_settings
 from engine.cli.output_file import output_file
@@ -150,10 +150,7 @@ def profile_decode(engine: Engine, batch: int, context: int, steps: int) -> Prof
             if one.finish_reason is not None:
                 raise ConfigError(_not_all(batch))
     found = _profiled(engine, f"decode, {batch} sequences of {context} tokens on", steps)
-    for request_id in made:
-        engine.abort(request_id)
-    while engine.has_work:
-        engine.step()
+    abandon(engine, made)
     if any((rank.decodes, rank.prefill_tokens) != ((batch,), (0,)) for rank in found.ranks):
         raise ConfigError(_not_all(batch))
     return found
@@ -179,10 +176,7 @@ def profile_prefill(engine: Engine, length: int, steps: int) -> Profiled:
     for _ in range(SETTLE):
         engine.step()
     found = _profiled(engine, f"prefill, prompts of {length} tokens", steps)
-    for number in range(count):
-        engine.abort(f"layers-prefill-{number}")
-    while engine.has_work:
-        engine.step()
+    abandon(engine, (f"layers-prefill-{number}" for number in range(count)))
     if any(count for rank in found.ranks for count in rank.decodes):
         raise ConfigError("the scheduler decodes in steps that compute prompts; the steps are not of one kind")
     return found
