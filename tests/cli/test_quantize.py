@@ -16,7 +16,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_checkpoint(tmp_path_factory.mktemp("plain") / "model", tokenizer=True)
 
 
-def test_a_checkpoint_and_a_report(run: Any, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantize_writes_a_checkpoint_and_a_report(
+    run: Any, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(quantize, "REPORT_SECONDS", 0.0)
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat and the rat sat on the hat. " * 60)

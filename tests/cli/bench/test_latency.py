@@ -48,7 +48,7 @@ def test_a_step_is_the_difference_of_the_fastest_runs(tiny: Path, monkeypatch: p
     assert len(set(asked)) == 4, "each run must draw tokens of its own"
 
 
-def test_steps_by_batch_and_a_prefill(run: Any, flags: list[str], tmp_path: Path) -> None:
+def test_latency_measures_steps_by_batch_and_a_prefill(run: Any, flags: list[str], tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     sizes = ["--batch", "1,3", "--input-len", "8", "--steps", "12", "--prefill", "2x40"]
     done = run("bench", "latency", *flags, *sizes, "--json", str(file))

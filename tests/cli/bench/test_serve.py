@@ -110,7 +110,7 @@ def test_a_report_names_what_was_given_but_no_secret() -> None:
 
 
 @pytest.mark.e2e
-def test_a_real_server_under_load(run: Any, flags: list[str], tmp_path: Path) -> None:
+def test_serve_measures_a_real_server_under_load(run: Any, flags: list[str], tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     options = [
         "--concurrency",

@@ -40,7 +40,7 @@ def test_several_loads_run_in_one_engine(run: Any, flags: list[str], tmp_path: P
     assert all(row["value"] > 0 and 0 < row["share"] < 1 for row in rates.values())
 
 
-def test_one_load_of_numbers(run: Any, flags: list[str]) -> None:
+def test_throughput_runs_a_load_of_given_numbers(run: Any, flags: list[str]) -> None:
     done = run(
         "bench", "throughput", *flags, *["--requests", "2", "--input-len", "4", "--output-len", "3", "--repeat", "1"]
     )

@@ -110,8 +110,15 @@ def test_results_of_the_machine_itself_take_precedence_as_long_as_they_hold(tmp_
     assert tune(tmp_path) == (["left"], 0)
 
 
+def shipped_files() -> list[Path]:
+    """The files of the package: one or more."""
+    found = list(DIRECTORY.glob("*.json"))
+    assert found, f"there are no results in {DIRECTORY}"
+    return found
+
+
 def test_files_of_the_package_are_read(tmp_path: Path) -> None:
-    for path in DIRECTORY.glob("*.json"):
+    for path in shipped_files():
         machine = shipped.json.loads(path.read_text())["machine"]
         results = load_shipped(machine)
         assert results
@@ -121,7 +128,7 @@ def test_files_of_the_package_are_read(tmp_path: Path) -> None:
 def test_shipped_results_are_of_the_current_kernels() -> None:
     """Change the versions in the files to those of the classes if the kernels compute as before; else tune again."""
     classes: dict[str, Any] = {"w8a8": W8A8Op, "weight-only": WeightOnlyOp}
-    for path in DIRECTORY.glob("*.json"):
+    for path in shipped_files():
         for result in load_shipped(shipped.json.loads(path.read_text())["machine"]).values():
             op = classes.get(result.op.partition(" ")[0], SkinnyGemm)
             assert result.version == op.version.fget(object.__new__(op)), f"{op.__name__} of {path.name}"

@@ -265,7 +265,7 @@ def test_the_default_directory_follows_xdg_cache_home(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.gpu
-def test_tune_on_a_gpu(tmp_path: Path) -> None:
+def test_tune_measures_each_row_class_once_on_a_gpu(tmp_path: Path) -> None:
     from engine.core.autotune.tuner import tune
 
     layers = LayerFactory(dtype="bfloat16", device="cuda", fused=True)

@@ -127,7 +127,7 @@ def test_activation_that_needs_a_gate_is_refused_for_an_mlp_without() -> None:
         layers.mlp("up", "down", 4, 8, norm="norm", eps=1e-5, activation="swiglu_oai")
 
 
-def test_embedding_with_tied_and_own_lm_head() -> None:
+def test_lm_head_multiplies_by_the_tied_embedding_or_by_its_own_weight() -> None:
     layers = LayerFactory(dtype="float32", device="cpu")
     embedding = layers.embedding("embed", 6, 4)
     tied = layers.lm_head("lm_head", 6, 4, embedding)

@@ -26,7 +26,7 @@ def test_packed_product_equals_float64(rows: int, outputs: int, inputs: int, bia
     assert torch.linalg.norm(got - reference) < 1e-6 * torch.linalg.norm(reference)
 
 
-def test_x_strided_and_of_more_dimensions() -> None:
+def test_multiply_takes_x_that_is_strided_or_has_more_dimensions() -> None:
     weight = torch.randn(8, 16)
     x = torch.randn(3, 5, 32)[..., :16]
     torch.testing.assert_close(multiply(x, pack(weight)), x @ weight.T)
@@ -105,6 +105,6 @@ def test_weight_that_onednn_cannot_pack_is_kept() -> None:
         assert pack(weight) is weight
 
 
-def test_bfloat16_if_the_cpu_supports_it() -> None:
+def test_multiply_by_a_packed_weight_in_bfloat16_equals_the_plain_product() -> None:
     x, weight = torch.randn(9, 64).bfloat16(), torch.randn(32, 64).bfloat16()
     torch.testing.assert_close(multiply(x, pack(weight)), x @ weight.T, rtol=0.02, atol=0.1)

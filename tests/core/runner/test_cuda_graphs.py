@@ -436,7 +436,7 @@ def test_greedy_tokens_on_a_gpu_equal_those_without_graphs(
 @pytest.mark.parametrize("overlap", ["on", "off"])
 @pytest.mark.parametrize("on", ["on", "decode", "off"])
 @pytest.mark.parametrize("attention", ["triton", "torch"])
-def test_tokens_with_drafts_on_a_gpu(
+def test_drafts_change_no_token_on_a_gpu(
     checkpoint: Path, expected: list[tuple[int, ...]], attention: str, on: str, overlap: str
 ) -> None:
     if attention == "torch" and on != "off":
@@ -496,7 +496,9 @@ def test_shortfalls_distinguish_greedy_tokens_from_others(wide: Path) -> None:
 @pytest.mark.parametrize("overlap", ["on", "off"])
 @pytest.mark.parametrize("on", ["on", "off"])
 @pytest.mark.parametrize("attention", ["flashinfer", "flashinfer,triton", "triton"])
-def test_greedy_tokens_in_half_precision(wide: Path, attention: str, on: str, overlap: str, steps: int) -> None:
+def test_greedy_tokens_in_half_precision_are_the_best_but_for_rounding(
+    wide: Path, attention: str, on: str, overlap: str, steps: int
+) -> None:
     """For kernels without float32: no other token is better by more than rounding."""
     pytest.importorskip("flashinfer", reason="needs FlashInfer")
     with build(

@@ -118,7 +118,9 @@ def test_hidden_states_of_replays_are_those_of_plain_steps(
 @pytest.mark.parametrize("on", ["on", "decode", "off"])
 @pytest.mark.parametrize("attention", ["triton", "torch"])
 @pytest.mark.parametrize("running", [4, 16])
-def test_drafts_of_the_model_itself_on_a_gpu(checkpoint: Path, attention: str, on: str, running: int) -> None:
+def test_drafts_of_the_model_itself_change_no_token_on_a_gpu(
+    checkpoint: Path, attention: str, on: str, running: int
+) -> None:
     """In float32 sums of another order may change a token now and then, of the target or of a draft."""
     on = "off" if attention == "torch" else on
     usual = {"executor__device": "cuda", "executor__graphs": on, "attention": attention, "model__dtype": "float32"}

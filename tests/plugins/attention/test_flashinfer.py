@@ -167,7 +167,7 @@ def ints(*values: int) -> np.ndarray[Any, Any]:
     return np.array(values, np.int32)
 
 
-def test_page_lists_of_a_batch() -> None:
+def test_page_lists_have_the_blocks_and_lengths_of_a_batch() -> None:
     tables = np.array([[7, 3, 99], [4, 99, 99], [1, 2, 8]], np.int32)
     lists = page_lists(ints(1, 5, 2), ints(17, 16, 41), tables, 16)
     assert lists.query_starts.tolist() == [0, 1, 6, 8]

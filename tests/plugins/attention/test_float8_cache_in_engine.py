@@ -197,7 +197,7 @@ def test_a_backend_that_reads_none_is_refused_by_name_and_passed_over_by_auto(wi
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["torch", "triton"])
-def test_on_a_gpu_by_fused_kernels_and_graphs(
+def test_float8_cache_with_fused_kernels_and_graphs_equals_plain_on_a_gpu(
     attention: str, with_scales: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     expected = by_hand(with_scales, SCALES, monkeypatch)[1]

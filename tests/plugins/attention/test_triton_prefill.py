@@ -63,7 +63,7 @@ class TestWidened:
     def test_batches_equal_dense_attention(self, name: str, windows: tuple[int | None, ...]) -> None:
         self.suite.check(self.suite.spec(kv_dtype=FLOAT8, sliding_windows=windows), BATCHES[name])
 
-    def test_sinks_and_a_soft_cap_are_as_without(self) -> None:
+    def test_sinks_and_a_soft_cap_equal_dense_attention(self) -> None:
         spec = self.suite.spec(kv_dtype=FLOAT8, sinks=(True, False), softcap=2.0)
         self.suite.check(spec, BATCHES["mixed"])
 

@@ -153,7 +153,7 @@ def test_gating_is_fused_into_the_product_for_many_rows(
             assert torch.equal(down(product), down(expected))
 
 
-def test_which_rows_fuse_gating(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gating_is_fused_from_a_number_of_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """More where torch's kernel is the alternative; none without wgmma, or where rows of the result are not aligned."""
 
     def rows(outputs: int, dtype: torch.dtype, *, wgmma: bool = True, scale_rows: int = 0) -> list[int]:
@@ -184,7 +184,9 @@ def test_rows_have_tensors_of_their_own_if_these_are_small_and_have_a_scale_per_
 @pytest.mark.gpu
 @pytest.mark.parametrize(("hidden", "intermediate"), [(1024, 3072), (4096, 14336)])
 @pytest.mark.parametrize("method", [Fp8, Int8])
-def test_captured_in_a_graph(method: Any, hidden: int, intermediate: int) -> None:
+def test_fused_quantization_in_a_cuda_graph_equals_separate_kernels(
+    method: Any, hidden: int, intermediate: int
+) -> None:
     norm, gate_up, down = make_mlp(method=method, hidden=hidden, intermediate=intermediate)
     for rows in (33, 64, 256, 1000, 1100):
         x, residual = randn(rows, hidden), randn(rows, hidden)

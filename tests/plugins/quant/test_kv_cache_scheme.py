@@ -93,7 +93,7 @@ def test_methods_that_read_the_scales(method: Any, config: Any) -> None:
     assert "*.q_scale" in layers.ignored
 
 
-def test_methods_without_a_kv_cache_scheme() -> None:
+def test_methods_without_a_kv_cache_scheme_read_no_kv_scales() -> None:
     for method, config in ((Unquantized, None), (Gptq, {"quant_method": "gptq", "bits": 4}), (Fp8, None)):
         assert method.kv_dtype(config) is None
         layers = LayerFactory(dtype="float32", device="cpu", quant=method.from_checkpoint(config, None))

@@ -25,7 +25,7 @@ def nearest(values: Any) -> Any:
     return values.sign() * E4M3[(values.abs()[..., None] - E4M3).abs().argmin(-1)]
 
 
-def test_round_to_golden_values() -> None:
+def test_round_to_clamps_and_rounds_ties_to_even() -> None:
     values = torch.tensor([0.0, 1.0, -1.0, 448.0, 1000.0, -1000.0, 2.0**-9, 0.1])
     words = [0x00, 0x38, 0xB8, 0x7E, 0x7E, 0xFE, 0x01, 0x1D]
     assert round_to(values, FP8).view(torch.uint8).tolist() == words

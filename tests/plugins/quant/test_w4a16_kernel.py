@@ -166,7 +166,7 @@ def test_ranks_that_would_cut_groups_are_refused(tmp_path: Path, method: Any) ->
         ("row", 32, 72, "2 ranks share the 72 inputs of c, 36 each, which cuts words of 8"),
     ],
 )
-def test_even_shards_that_cut_words_or_groups(parallel: str, outputs: int, inputs: int, said: str) -> None:
+def test_shards_that_cut_words_or_groups_are_refused(parallel: str, outputs: int, inputs: int, said: str) -> None:
     """What the files store would divide: 224 inputs are 4 groups, the last one short."""
     quant = Gptq.from_checkpoint(GPTQ | {"group_size": -1 if inputs == 72 else 64}, None)
     layers = LayerFactory(dtype="float32", device="cpu", group=LoneRank(0, 2), quant=quant)
@@ -186,7 +186,7 @@ ORDERED = {
 @pytest.mark.parametrize("method", ORDERED)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_act_order_sharded_along_inputs(method: Any, symmetric: bool, ranks: int) -> None:
+def test_act_order_sharded_along_inputs_equals_one_rank(method: Any, symmetric: bool, ranks: int) -> None:
     """Each rank has inputs of all groups, more of some than of others."""
     weight = Weight(48, 256, symmetric=symmetric, ordered=True, seed=3)
     tensors = weight.gptq() if method == "gptq" else weight.compressed(symmetric=False, ordered=True)

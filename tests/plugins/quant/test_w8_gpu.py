@@ -116,7 +116,7 @@ def test_all_numbers_of_rows_equal_float64(
 
 
 @pytest.mark.parametrize(("kind", "granularity", "activations"), FORMS[2:])
-def test_inputs_that_are_no_multiple_of_16(
+def test_products_equal_float64_when_inputs_are_no_multiple_of_16(
     kind: Any, granularity: Any, activations: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w8a16_up_to(4, monkeypatch)
@@ -169,7 +169,7 @@ def test_apply_multiplies_by_the_weights_it_is_given() -> None:
         case.check(1)
 
 
-def test_no_rows_in_float32() -> None:
+def test_apply_takes_no_rows_in_float32() -> None:
     kernel = make("fp8", "channel", "token", dtype="float32")
     case = Case(kernel)
     assert kernel.apply(torch.empty(0, INPUTS, device=DEVICE), case.weights, case.bias).shape == (0, 64)
@@ -259,7 +259,7 @@ def test_every_candidate_with_scales_of_blocks_is_correct(inputs: int) -> None:
 
 
 @pytest.mark.gpu
-def test_float16_on_a_gpu() -> None:
+def test_products_in_float16_equal_float64_on_a_gpu() -> None:
     for kind, granularity, activations in FORMS:
         case = Case(make(kind, granularity, activations, dtype="float16"))
         for rows in (1, 40, 300):

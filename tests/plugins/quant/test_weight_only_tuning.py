@@ -95,7 +95,7 @@ def test_candidates_have_distinct_names() -> None:
             assert len({op.name(tile) for tile in tiles}) == len(tiles)
 
 
-def test_other_splits_of_the_fastest_tile() -> None:
+def test_refinement_tries_other_splits_of_the_fastest_tile() -> None:
     gemm_shape = WeightOnlyShape(gated=False, weight_rows=4096, inputs=4096, layout=W8Layout(dtype="float8_e4m3fn"))
     tile = WeightOnlyTile(rows=64, columns=16, warps=4, stages=6, splits=4, step=128)
     assert tile in candidates(gemm_shape, 16, SMS, HOPPER)
