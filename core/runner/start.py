@@ -144,9 +144,7 @@ class RunnerStart:
             if self._device.type == "cpu":
                 free //= self._group.ranks  # all ranks share the host's memory
             if has_kernels:
-                rows = self._graphs.max_overlapped_rows(self._group.ranks, self._attention, self._parts.model)
-                if rows:
-                    self._group.open_overlapped_sums(rows, self._model_spec.hidden_size, torch_dtype(self._dtype))
+                self._open_overlapped_sums()
             model, layers = self._build_model()
             self.layers = layers
             if self._drafter is not None:
@@ -164,12 +162,9 @@ class RunnerStart:
                 )
             with phases.phase("tuning"):
                 tune_first_rank_first(self._config, self._group, self.factories)
-        weights = layers.nbytes + (0 if self._drafter is None else self._drafter.nbytes)
         with phases.phase("memory"):
             trial = self._measure_step(model, kv_scales)
-        shapes = frozenset[tuple[int, ...]]().union(*(factory.packed_shapes for factory in self.factories))
-        kernels = kernel_bytes(len(shapes), self._config.scheduler.max_batch_tokens)
-        plan = self._plan_memory(free, weights, trial.activations, kernels)
+        plan = self._plan_memory(free, layers, trial.activations)
         num_blocks = self._group.minimum(plan.num_blocks)  # the blocks of a step exist on all ranks
         try:
             with phases.phase("kv_cache"):
@@ -180,19 +175,19 @@ class RunnerStart:
                 with phases.phase("warm_up"), self._name_fault("the warm-up"):
                     self._warm_up(state)
         except torch.OutOfMemoryError as error:
-            sizes = {"KV cache": plan.kv, "states": plan.states}
-            caches = ", ".join(f"the {name} of {format_bytes(size)}" for name, size in sizes.items() if size)
-            settings = "--memory-fraction, --kv-memory, --max-graph-tokens or --max-running"
-            settings = settings if plan.kv else "--max-graph-tokens or --max-running"
-            raise CapacityError(
-                f"{caches} and the CUDA graphs do not fit on {self._name} together; use a lower {settings}"
-            ) from error
+            raise self._do_not_fit(plan) from error
         if has_kernels:
             end_compile_ahead(self._config)
         first_uses = FirstUses(counts_kernels=has_kernels, decode_graphs=graphs.decode)
         operations = count_model(layers, self.layout).condensed()
         info = self._cache_info(plan, num_blocks, phases, operations)
         return StepLauncher(self._device, state, graphs, first_uses), info
+
+    def _open_overlapped_sums(self) -> None:
+        """Allocate the memory of sums next to computation, if there may be any."""
+        rows = self._graphs.max_overlapped_rows(self._group.ranks, self._attention, self._parts.model)
+        if rows:
+            self._group.open_overlapped_sums(rows, self._model_spec.hidden_size, torch_dtype(self._dtype))
 
     def _build_model(self) -> tuple[Model, LayerFactory]:
         """The model, its layers still empty, and the factory that made them."""
@@ -310,18 +305,31 @@ class RunnerStart:
             graphs.piecewise.run_all_without_graphs(all_counts_recorded(task.rows for task in tasks))
         self._warm_up(state)
 
-    def _plan_memory(self, free: int, weights: int, activations: int, kernels: int) -> MemoryPlan:
+    def _plan_memory(self, free: int, layers: LayerFactory, activations: int) -> MemoryPlan:
+        """free: bytes before the weights were loaded. layers: the model's. activations: bytes of a full step's."""
+        shapes = frozenset[tuple[int, ...]]().union(*(factory.packed_shapes for factory in self.factories))
         return plan_memory(
             self._config,
             self._spec.max_len,
             self.layout.kinds,
             budget=int(free * memory_share(self._config, self._device)),
-            weights=weights,
+            weights=layers.nbytes + (0 if self._drafter is None else self._drafter.nbytes),
             activations=activations,
-            kernels=kernels,
+            kernels=kernel_bytes(len(shapes), self._config.scheduler.max_batch_tokens),
             states=self.layout.state_bytes(self._config.scheduler.max_running),
             bytes_per_block=self._bytes_per_block,
             penalties=TokenCounts.max_bytes(self._model_spec.vocab_size, self._config.scheduler.max_running),
+        )
+
+    def _do_not_fit(self, plan: MemoryPlan) -> CapacityError:
+        """The error of a start whose caches and CUDA graphs need more memory than there is."""
+        sizes = {"KV cache": plan.kv, "states": plan.states}
+        caches = ", ".join(f"the {name} of {format_bytes(size)}" for name, size in sizes.items() if size)
+        settings = "--max-graph-tokens or --max-running"
+        if plan.kv:
+            settings = f"--memory-fraction, --kv-memory, {settings}"
+        return CapacityError(
+            f"{caches} and the CUDA graphs do not fit on {self._name} together; use a lower {settings}"
         )
 
     @cached_property
