@@ -124,18 +124,24 @@ class Engine:
         Raises ExecutorError when a step failed (StepFaultError, naming the plugin, when a plugin made it fail); the
         engine can then only be closed.
         """
-        if self._loop.failure:
-            raise self._unusable()
+        self._require_usable()
         outputs = self._loop.step()
-        if self._kv_events is not None:
-            self._kv_events.flush()
+        self._flush_kv_events()
         return outputs
 
-    def _unusable(self) -> ExecutorError:
-        """The error of a call that needs a working engine."""
+    def _require_usable(self) -> None:
+        """Raise ExecutorError if the engine is closed or a step has failed."""
         if self._closed:
-            return ExecutorError("the engine is closed; make a new one")
-        return ExecutorError(f"a step failed, so the engine can only be closed; make a new one ({self._loop.failure})")
+            raise ExecutorError("the engine is closed; make a new one")
+        if self._loop.failure:
+            raise ExecutorError(
+                f"a step failed, so the engine can only be closed; make a new one ({self._loop.failure})"
+            )
+
+    def _flush_kv_events(self) -> None:
+        """Publish what the last call changed in the KV cache, if events are published."""
+        if self._kv_events is not None:
+            self._kv_events.flush()
 
     def add(self, request: Request) -> None:
         """Queue a request. Waits until its grammar is compiled.
@@ -143,8 +149,7 @@ class Engine:
         Raises InvalidRequestError, and queues nothing, for a request that can never be served, and ExecutorError when
         the engine is closed or a step has failed.
         """
-        if self._loop.failure:
-            raise self._unusable()
+        self._require_usable()
         check_request(request)
         check_tokens(request, self.vocab_size)
         if request.params.grammar is not None:
@@ -172,8 +177,7 @@ class Engine:
     def abort(self, request_id: str) -> Output | None:
         """Finish a request immediately and free its blocks; None if no running or waiting request has this id."""
         output = self._scheduler.abort(request_id)
-        if self._kv_events is not None:
-            self._kv_events.flush()
+        self._flush_kv_events()
         return output
 
     @property
@@ -271,8 +275,7 @@ class Engine:
         Raises ControlError if the operation is unknown, refused or fails, after which the engine goes on. Raises
         ExecutorError when the engine is closed or a device or worker has failed; the engine can then only be closed.
         """
-        if self._loop.failure:
-            raise self._unusable()
+        self._require_usable()
         try:
             return self._executor.call(name, arguments or {})
         except ControlError:
@@ -290,8 +293,7 @@ class Engine:
         Raises ControlError if the options or a rank refuse, and ControlBusyError while another trace is recorded or
         written; ExecutorError as `call` does.
         """
-        if self._loop.failure:
-            raise self._unusable()
+        self._require_usable()
         self._traces.start(options, self.call, notify)
 
     def stop_trace(self) -> None:
@@ -315,11 +317,9 @@ class Engine:
         Running requests keep their blocks, which no later request shares. Ranks do not know which blocks are cached, so
         they are not called.
         """
-        if self._loop.failure:
-            raise self._unusable()
+        self._require_usable()
         freed = self._scheduler.reset_prefix_cache()
-        if self._kv_events is not None:
-            self._kv_events.flush()
+        self._flush_kv_events()
         return freed
 
     def stats(self) -> EngineStats:
