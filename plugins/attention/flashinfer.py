@@ -31,7 +31,6 @@ from engine.core.attention import (
 from engine.core.device import DeviceInfo
 from engine.core.errors import ConfigError, PluginError
 from engine.core.extras import install_command
-from engine.core.quant import FLOAT8, has_float8
 from engine.plugins.attention.flashinfer_block_lists import PageLists, page_lists
 from engine.plugins.attention.flashinfer_rules import (
     HEAD_DIMS,
@@ -42,6 +41,7 @@ from engine.plugins.attention.flashinfer_rules import (
     xqa_refusal,
 )
 from engine.plugins.attention.flashinfer_xqa import XqaDecode
+from engine.plugins.attention.refusals import capability_refusal, float8_refusal, kv_dtype_refusal
 
 _log = logging.getLogger(__name__)
 
@@ -118,19 +118,14 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, FlashInferPlan]):
             return f"FlashInfer runs on NVIDIA GPUs, not on {device.torch_name}; use another backend or --device cuda"
         if importlib.util.find_spec("flashinfer") is None:
             return f"FlashInfer is not installed; install it with `{install_command('flashinfer')}`"
-        if device.capability is not None and device.capability < (8, 0):
-            version = ".".join(map(str, device.capability))
-            return f"FlashInfer needs compute capability 8.0, and this GPU has {version}; use another backend"
+        refusal = capability_refusal(device)
+        if refusal is not None:
+            return refusal
         if spec.dtype not in ("bfloat16", "float16"):
             return f"FlashInfer computes in bfloat16 or float16, not in {spec.dtype}; use --dtype bfloat16"
-        if spec.kv_dtype not in (spec.dtype, FLOAT8):
-            return (
-                f"keys and values must have the type of the activations ({spec.dtype}) or {FLOAT8}, "
-                f"not {spec.kv_dtype}; use --kv-dtype auto or {FLOAT8}"
-            )
-        if spec.kv_dtype == FLOAT8 and device.capability is not None and not has_float8(device):
-            version = ".".join(map(str, device.capability))
-            return f"{FLOAT8} needs compute capability 8.9, and this GPU has {version}; use --kv-dtype auto"
+        refusal = kv_dtype_refusal(spec) or float8_refusal(spec, device)
+        if refusal is not None:
+            return refusal
         if spec.head_dim not in HEAD_DIMS:
             dims = " or ".join(map(str, HEAD_DIMS))
             return f"FlashInfer's kernels are for heads of {dims}, not {spec.head_dim}; use another backend"

@@ -16,7 +16,7 @@ from attrs import frozen
 
 from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool, layers_by_window
 from engine.core.device import DeviceInfo
-from engine.core.quant import FLOAT8
+from engine.plugins.attention.refusals import kv_dtype_refusal
 
 MAX_TILE = 1024
 """Maximum queries per tile."""
@@ -66,12 +66,7 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
 
     @classmethod
     def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
-        if spec.kv_dtype not in (spec.dtype, FLOAT8):
-            return (
-                f"keys and values must have the type of the activations ({spec.dtype}) or {FLOAT8}, "
-                f"not {spec.kv_dtype}; use --kv-dtype auto or {FLOAT8}"
-            )
-        return None
+        return kv_dtype_refusal(spec)
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
         self._spec = spec

@@ -14,7 +14,7 @@ from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch,
 from engine.core.device import DeviceInfo
 from engine.core.errors import ConfigError
 from engine.core.extras import install_command
-from engine.core.quant import FLOAT8, has_float8
+from engine.plugins.attention.refusals import capability_refusal, float8_refusal, kv_dtype_refusal
 from engine.plugins.attention.triton_latent import LatentKernels, LatentPlan, latent_refusal
 from engine.plugins.attention.triton_options import FP8, TritonOptions, float8_prefill_refusal
 from engine.plugins.attention.triton_paged import PagedKernels, PagedPlan
@@ -38,25 +38,15 @@ class TritonAttention(AttentionBackend[TritonOptions, PagedPlan | LatentPlan]):
             return f"its kernels run on a GPU, not on {device.torch_name}; use another backend or --device cuda"
         if importlib.util.find_spec("triton") is None:
             return f"triton is not installed; use another backend, or install it with `{install_command('triton')}`"
-        if device.capability is not None and device.capability < (8, 0):
-            return (
-                f"it needs compute capability 8.0, and {device.torch_name} has {_dotted(device)}; use another backend"
-            )
+        refusal = capability_refusal(device)
+        if refusal is not None:
+            return refusal
         if spec.value_head_dim is not None and not spec.latent:
             return "it reads values of another size than keys from latent caches only; use another backend"
         if not spec.latent and (spec.head_dim % 16 or not 16 <= spec.head_dim <= 256):
             return f"it needs a head_dim that is a multiple of 16, up to 256, not {spec.head_dim}; use another backend"
-        if spec.kv_dtype not in (spec.dtype, FLOAT8):
-            return (
-                f"keys and values must have the type of the activations ({spec.dtype}) or {FLOAT8}, "
-                f"not {spec.kv_dtype}; use --kv-dtype auto"
-            )
-        if spec.kv_dtype == FLOAT8 and device.capability is not None and not has_float8(device):
-            return (
-                f"{FLOAT8} needs compute capability 8.9, and {device.torch_name} has {_dotted(device)}; "
-                "use --kv-dtype auto"
-            )
-        return latent_refusal(spec) if spec.latent else None
+        refusal = kv_dtype_refusal(spec) or float8_refusal(spec, device)
+        return refusal or (latent_refusal(spec) if spec.latent else None)
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, options: TritonOptions) -> None:
         self._output_dim = spec.output_dim
@@ -108,7 +98,3 @@ class TritonAttention(AttentionBackend[TritonOptions, PagedPlan | LatentPlan]):
             return None
         out: torch.Tensor | None = self._kernels.rotate_and_attend(layer, qkv, rotation, plan)
         return out
-
-
-def _dotted(device: DeviceInfo) -> str:
-    return ".".join(map(str, device.capability or ()))

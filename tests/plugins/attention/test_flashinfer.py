@@ -48,10 +48,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "device", "said"),
     [
         ({}, DeviceInfo(type="cpu"), "--device cuda"),
-        ({}, DeviceInfo(type="cuda", capability=(7, 5)), "compute capability 8.0, and this GPU has 7.5"),
+        ({}, DeviceInfo(type="cuda", capability=(7, 5)), "compute capability 8.0, and cuda:0 has 7.5"),
         ({"dtype": "float32", "kv_dtype": "float32"}, HOPPER, "--dtype bfloat16"),
         ({"kv_dtype": "float16"}, HOPPER, "--kv-dtype auto or float8_e4m3fn"),
-        ({"kv_dtype": FLOAT8}, DeviceInfo(type="cuda", capability=(8, 0)), "8.9, and this GPU has 8.0; use --kv-dtype"),
+        ({"kv_dtype": FLOAT8}, DeviceInfo(type="cuda", capability=(8, 0)), "8.9, and cuda:0 has 8.0; use --kv-dtype"),
         ({"head_dim": 96}, HOPPER, "heads of 64 or 128 or 256, not 96"),
     ],
 )
