@@ -30,7 +30,7 @@ class Scrape:
     time: float
     """time.monotonic()."""
     samples: Mapping[str, Mapping[Labels, float]]
-    """By name, then by labels."""
+    """Samples by name, then by labels."""
     cpu: Mapping[str, float]
     """CPU seconds by role, read on this machine; empty if the processes are not on this machine."""
 

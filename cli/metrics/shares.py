@@ -42,7 +42,7 @@ class PhaseShare:
     process: str
     phase: str
     seconds: float
-    """In the whole interval."""
+    """Seconds in the whole interval."""
     share: float | None
     """Share of the time of all phases of the table; None for a part of another phase."""
 

@@ -63,16 +63,16 @@ class Load:
     cached_tokens: float
     """Prompt tokens found in the prefix cache, per second, of requests that got their first token."""
     generated_tokens: float
-    """Per second."""
+    """Generated tokens per second."""
     preemptions: float
-    """Per second."""
+    """Preemptions per second."""
     first_token: Latency | None
     """Time to first token; None if no request got its first token."""
     between_tokens: Latency | None
     """None if no request got another token."""
     cache: Cache
     steps: float
-    """Per second."""
+    """Steps per second."""
     tokens_per_step: float | None
     floor_share: float | None
     """Share of the steps' time that the device needs at its peaks; None if unknown."""
@@ -85,7 +85,7 @@ class Roofline:
     kind: str
     """prefill, decode, mixed, or ALL."""
     steps: float
-    """Per second."""
+    """Steps per second."""
     step_seconds: float
     """Mean duration of a step."""
     floor_seconds: float | None
@@ -142,7 +142,7 @@ class Figures:
     """Requests declined by admission control, per second."""
     connections: int
     phases: Sequence[PhaseShare]
-    """Of a step, all replicas together; seconds and shares are of the interval."""
+    """Phases of a step, all replicas together; seconds and shares are of the interval."""
     shares: Mapping[str, float] | None
     """HTTP, scheduling and device, of their sum; None if the time of the front ends is unknown."""
     roofline: Sequence[Roofline]

@@ -28,7 +28,7 @@ class Operands:
     """Weights and bias of one layer. The tuner makes the activations."""
 
     weights: Mapping[str, torch.Tensor]
-    """By names that the op defines."""
+    """Tensors by the names that the op defines."""
     bias: torch.Tensor | None = None
 
     @property

@@ -36,7 +36,7 @@ class TuningResult:
 
 
 TuningResults = Mapping[tuple[str, int], TuningResult]
-"""By key of the op and row class."""
+"""Results by the key of the op and the row class."""
 
 
 def device_name(machine: Mapping[str, str]) -> str:

@@ -93,7 +93,8 @@ class PeerMemory:
         return None
 
     def reduce_buffers(self, size: int, dtype: torch.dtype) -> ReduceBuffers | None:
-        """As RankGroup.reduce_buffers. Calls with the same arguments share memory: all-reduces follow each other."""
+        """Memory for the reductions within norms (RankGroup.reduce_buffers). Calls with the same arguments share it, as
+        all-reduces follow each other."""
         if size * dtype.itemsize % WORD or size * dtype.itemsize > NORM_MAX_BYTES:
             return None
         from engine.ops.common.polling import EMPTY

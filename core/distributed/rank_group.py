@@ -173,7 +173,7 @@ class TorchGroup(RankGroup):
         return gathered.view(self.ranks, *x.shape)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """As RankGroup.broadcast; x must be dense."""
+        """Overwrite x, which must be dense, with rank 0's x and return it."""
         self._do("broadcast", lambda backend: backend.broadcast([x], self._from_first))
         return x
 
@@ -195,7 +195,7 @@ class TorchGroup(RankGroup):
                 self.overlapped_sums.is_alone = False
 
     def close(self) -> None:
-        """As RankGroup.close. Must not be called while work is in progress on the device."""
+        """Leave the group. Must not be called while work is in progress on the device."""
         if self.peers is not None:
             self.peers.close()
             self.peers = self.overlapped_sums = None

@@ -165,7 +165,7 @@ class SumExchange(OverlappedSums):
         return started
 
     def receive(self, started: ExchangedSum) -> list[torch.Tensor]:
-        """As ExchangedSum.receive. Sums that were started before are computed first."""
+        """Wait for the other rank's addend, and return both. Sums that were started before are computed first."""
         if started not in self._in_progress:
             raise RuntimeError(USED_TWICE)
         while self._in_progress[0] is not started:
@@ -177,7 +177,7 @@ class SumExchange(OverlappedSums):
         return [started.addend, self._received[slot][: len(started.addend)]]
 
     def release(self, received: ExchangedSum) -> None:
-        """As ExchangedSum.release."""
+        """Let the other rank overwrite a receive buffer, once the current stream has read it."""
         del self._in_progress[0]
         self._read.append(received.slot)
         if not self._in_progress:

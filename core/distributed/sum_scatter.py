@@ -150,7 +150,7 @@ class SumScatter(OverlappedSums):
         self._check(failed or self._set(slot, ADDEND))
 
     def receive(self, started: ScatteredSum) -> OwnRows:
-        """As ScatteredSum.receive."""
+        """Wait for the other ranks' addends of this rank's rows, and return those of all ranks."""
         if started.gathered is not None or started not in self._in_progress:
             raise RuntimeError(USED_TWICE)  # instead of a wait for addends that no rank sends again
         driver, slot, addend, group = self._driver, started.slot, started.addend, self._group
@@ -170,12 +170,12 @@ class SumScatter(OverlappedSums):
         return OwnRows(addend, group, addends)
 
     def order_norms_behind_current_stream(self) -> None:
-        """As ScatteredSum.order_norm_behind_current_stream."""
+        """Have the next norm wait for what is launched in the current stream."""
         stream = current_stream(self._index)
         self._check(self._driver.record(self._read, stream) or self._driver.wait_event(self._side, self._read, 0))
 
     def gather(self, started: ScatteredSum, made: Sequence[torch.Tensor]) -> None:
-        """As ScatteredSum.gather."""
+        """Send this rank's rows of a norm to all ranks, and the addends that wait behind them."""
         self._kept[started.slot] = made = [one.contiguous() for one in made]
         offsets, gathered = self._place_norm(started, made)
         self._send_norm(started.slot, offsets, made)
@@ -226,7 +226,7 @@ class SumScatter(OverlappedSums):
         self._check(failed or self._set(slot, NORM) or driver.record(self._sent[slot], self._copies))
 
     def finish(self, started: ScatteredSum) -> list[torch.Tensor]:
-        """As ScatteredSum.finish."""
+        """Wait for all ranks' rows of a norm, and return them; the sum is then no longer in progress."""
         assert started.gathered is not None, "finish() comes behind gather()"
         driver, slot, stream = self._driver, started.slot, current_stream(self._index)
         # Behind the copies the addend's memory may change, and a capture ends with the stream that it began with.

@@ -26,7 +26,7 @@ class ExpertLayers:
     """Makes routers and experts. A mixin of LayerFactory, which sets the attributes below."""
 
     dtype: str
-    """Of activations: float32, bfloat16 or float16."""
+    """dtype of activations: float32, bfloat16 or float16."""
     device: str
     rank: int
     ranks: int

@@ -179,7 +179,7 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
 
     @property
     def row_classes(self) -> Sequence[int]:
-        """Those in which some number of tokens uses a tile."""
+        """Row classes in which some number of tokens uses a tile."""
         classes = pairwise((0, *ROW_CLASSES))
         return [last for first, last in classes if not all(map(self._is_untiled, range(first + 1, last + 1)))]
 
@@ -203,7 +203,7 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
         self._chosen[rows] = candidate
 
     def _even_routing(self, x: torch.Tensor) -> Routing:
-        """As many tokens for each expert, the experts of a token far apart. Computed on the device."""
+        """A routing of as many tokens to each expert, the experts of a token far apart. Computed on the device."""
         shape = self.shape
         slots = torch.arange(len(x) * shape.top_k, device=x.device, dtype=torch.int32).view(len(x), shape.top_k)
         step = max(shape.num_experts // shape.top_k, 1)

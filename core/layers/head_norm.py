@@ -61,11 +61,11 @@ class ProjectionPart:
     """The queries or the keys: what one ProjectionNorm's mean is taken over."""
 
     name: str
-    """Of the weight's tensor."""
+    """Name of the weight's tensor."""
     heads: int
-    """Of this rank."""
+    """Heads of this rank."""
     total_heads: int
-    """Over all ranks."""
+    """Heads of all ranks."""
     replicas: int = 1
     """Number of adjacent ranks that hold the same heads."""
 

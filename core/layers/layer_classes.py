@@ -43,7 +43,7 @@ class LayerClasses:
     lm_head: Callable[[Embedding], LMHead]
     vocab_parallel_head: type[VocabParallelHead]
     argmax: Argmax
-    """Of logits that are in memory."""
+    """Argmax of logits that are in memory."""
 
 
 def _plain_norm(name: str, size: int, eps: float, dtype: str, group: RankGroup, *, unit_offset: bool) -> RMSNorm:

@@ -36,12 +36,12 @@ class SparseMLPSpec:
 
     norm: str
     eps: float
-    """Of the norm."""
+    """Epsilon of the norm."""
     router: str
     experts: str
     hidden_size: int
     intermediate_size: int
-    """Of each expert."""
+    """Intermediate size of each expert."""
     routing: RoutingSpec
     router_bias: bool = False
     activation: Activation = "silu"
@@ -49,8 +49,9 @@ class SparseMLPSpec:
     """Whether the projections of experts have biases."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     transposed: bool = False
-    """Of stacked experts, as `interleaved`: see ExpertsSpec."""
+    """Whether stacked experts are transposed; see ExpertsSpec."""
     interleaved: bool = False
+    """Whether stacked gate and up projections alternate; see ExpertsSpec."""
     stacked: bool = False
     """Whether the experts of random weights are stacked; a checkpoint is read as it is stored."""
     shared: SharedExpertSpec | None = None

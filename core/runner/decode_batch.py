@@ -63,9 +63,9 @@ class DecodeBatch:
         self._context_lens = tensor(torch.int32)
         tables = persistent_batch.group_tables
         self._slots = [tensor(torch.int64) for _ in tables]
-        """Per cache group with blocks."""
+        """Per cache group with blocks: the slot of each row's token."""
         self._tables = [tensor(torch.int32, tables.shape[2]) for _ in tables]
-        """Per cache group with blocks."""
+        """Per cache group with blocks: the block table of each row."""
         self._windows = list(windows) or [None]
         self._query_starts = torch.arange(max_running + 1, dtype=torch.int32, device=device)
         self._all_rows = torch.arange(max_running, device=device)
@@ -76,7 +76,7 @@ class DecodeBatch:
         self._num_replays = torch.zeros(1, dtype=torch.int64, device=device)
         """Replays that have written a line of the host buffer, counted on the device."""
         self._num_replays_launched = 0
-        """The same count on the host, which runs ahead of the device."""
+        """Replays launched, counted on the host, which runs ahead of the device."""
 
     def pad(self, size: int) -> None:
         """Fill a batch with padding rows."""

@@ -51,9 +51,9 @@ class DeviceState:
     """The speculator on the device; None: there is none."""
 
     pool: KVPool = field(init=False)
-    """Of the first group; a StatePool if all layers keep a state."""
+    """Pool of the first cache group; a StatePool if all layers keep a state."""
     attention: AttentionBackend[Any, Any] = field(init=False)
-    """Of the first group; None if all layers keep a state."""
+    """Backend of the first cache group; None if all layers keep a state."""
 
     @pool.default
     def _first_pool(self) -> Any:

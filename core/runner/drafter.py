@@ -33,12 +33,12 @@ class Proposals:
     """Proposals of one step, on their way to the host."""
 
     tokens: HostCopy
-    """Of one tensor, [sequences, drafts] int64."""
+    """The proposed tokens, one tensor: [sequences, drafts] int64."""
     room: npt.NDArray[np.int64]
     """[sequences]: tokens of each proposal that have a slot in the sequence's blocks, if none of its drafts is
     accepted. Tokens beyond have no meaning."""
     verified: VerifiedDrafts | None
-    """Of the last sequences."""
+    """Verified drafts of the last sequences; None: the step has no drafts."""
 
     def to_host(self) -> tuple[tuple[int, ...], ...]:
         """StepResult.proposals."""
@@ -64,7 +64,7 @@ class ComputedRows:
     sequences: Sequence[int]
     """Sequences that sample, without those with drafts."""
     verified: VerifiedDrafts | None
-    """Of the sequences with drafts, whose rows come last."""
+    """Verified drafts of the sequences whose rows come last; None: the step has no drafts."""
 
 
 class Drafter:
@@ -127,8 +127,11 @@ class Drafter:
     def run_replayed(
         self, step: Step, decode: DecodeGraphs, verified: VerifiedDrafts | None, *, propose: int
     ) -> Proposals | None:
-        """As `run`, after a replayed decode step of the target, in which each row is one token of a decode or of a
-        draft slice. The persistent batch already counts these tokens as computed."""
+        """Compute the rows of a replayed decode step of the target, then propose as `run` does.
+
+        Each row is one token of a decode or of a draft slice. The persistent batch already counts these tokens as
+        computed.
+        """
         persistent_batch, count = self._persistent_batch, step.decode_rows
         if self._graphs is not None:
             next_tokens = None
@@ -192,7 +195,7 @@ class Drafter:
         hidden: torch.Tensor,
         count: int,
     ) -> list[torch.Tensor]:
-        """As DrafterGraphs.propose, launched kernel by kernel."""
+        """Propose as DrafterGraphs.propose does, kernel by kernel."""
         found = []
         if self._looks_ahead:
             tokens = self._speculator.choose(hidden)

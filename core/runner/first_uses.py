@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 @frozen
 class FirstUse:
-    """What one step had to prepare."""
+    """Kernels and graphs that one step had to compile, load or capture."""
 
     kernels: int = 0
     """Triton kernels compiled, or loaded from the kernel cache on disk."""

@@ -20,7 +20,7 @@ class GraphCapturer:
     def __init__(self, device: torch.device, *, extends: bool = True) -> None:
         """extends: whether a graph may be extended by another capture; False where it has operations of NCCL."""
         self._memory = torch.cuda.MemPool()
-        """Of all graphs, while this object lives."""
+        """Memory pool of all graphs, which lives as long as this object."""
         self._pool: Any = self._memory.id
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = device

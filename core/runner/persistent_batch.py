@@ -63,7 +63,7 @@ class PersistentBatch:
         self.group_tables = torch.full((num_groups, rows, width), scratch_block, dtype=torch.int32, device=device)
         """The block tables on the device; beyond a sequence's blocks: any valid block."""
         self.host_tables, self.tables = self.group_host_tables[0], self.group_tables[0]
-        """Those of the first group."""
+        """Block tables of the first group, on the host and on the device."""
         self._has_one_table = num_groups == 1
         self._groups_by_kind = tuple(groups_by_kind)
         self._first_groups = tuple(itertools.accumulate(groups_by_kind, initial=0))

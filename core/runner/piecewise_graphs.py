@@ -90,7 +90,7 @@ class PiecewiseGraphs:
         self._tokens = torch.zeros(self.max_tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._tokens)
         self._slots = [torch.full_like(self._tokens, scratch) for _ in state.groups]
-        """Per cache group."""
+        """Per cache group: the slot of each token."""
         self._inputs = (self._tokens, self._positions, *self._slots)
         """The tensors that `run` fills."""
         self._padding = (0, 0, *(scratch for _ in state.groups))

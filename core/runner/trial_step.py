@@ -24,7 +24,7 @@ TIMED_RUNS = 2
 
 @frozen(kw_only=True)
 class TrialResult:
-    """What a full step needs."""
+    """Memory of a full step, and up to which size steps are faster as graphs."""
 
     activations: int
     """Peak bytes of its intermediate results."""

@@ -26,7 +26,7 @@ class PagedPlan:
     context_lens: torch.Tensor
     prefill: tuple[PrefillPart | Float8Part, ...]
     slots: torch.Tensor | None
-    """Of the new tokens, if all sequences decode and none sees what another writes; else None."""
+    """Slots of the new tokens, if all sequences decode and none sees what another writes; else None."""
 
 
 class PagedKernels:
