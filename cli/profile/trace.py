@@ -11,6 +11,7 @@ import typer
 from engine.cli.errors import ServerError
 from engine.cli.http_client import HttpClient
 from engine.cli.options import ADMIN_KEY_VARIABLE, OFFLINE, configured, refuse_settings
+from engine.cli.output_file import check_file
 from engine.cli.profile.target import AdminKey
 from engine.core.config import Resolved
 
@@ -42,6 +43,7 @@ def trace(
         post(url, key, "/start_profile", asked)
         _say(post(url, key, "/stop_profile", {"wait": True, "replica": replica}))
         return
+    check_file("--output", output)
     from engine.core.timeline import TraceOptions
 
     options = TraceOptions(

@@ -12,7 +12,7 @@ COMMANDS = {
     "--json": (["bench", "throughput"], ["bench", "latency"], ["bench", "serve"], ["bench", "startup"]),
     "--trace": (["bench", "latency", "--profile"],),
     "--csv": (["profile", "layers"],),
-    "--output": (["profile", "flame"],),
+    "--output": (["profile", "flame"], ["profile", "trace"]),
 }
 
 
