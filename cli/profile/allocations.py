@@ -12,7 +12,7 @@ from engine.cli.bench.load import make_load, opened, parse_range, run_load, say
 from engine.cli.bench.report import Json, Row, engine_settings, report, write
 from engine.cli.opening import located
 from engine.cli.options import OFFLINE, configured
-from engine.cli.profile.sampled import ENGINE, LIBRARY
+from engine.cli.profile.sampled import path_in_package
 from engine.cli.tables import print_table
 from engine.core.config import Resolved
 
@@ -121,9 +121,8 @@ def _lines(before: Snapshot, after: Snapshot) -> list[Line]:
 
 def _line(difference: StatisticDiff) -> Line:
     frame = difference.traceback[0]
-    file = frame.filename
-    file = ENGINE.sub("engine/", file) if ENGINE.match(file) else LIBRARY.sub("", file)
-    return Line(f"{file}:{frame.lineno}", difference.size_diff, difference.count_diff)
+    place = f"{path_in_package(frame.filename)}:{frame.lineno}"
+    return Line(place, difference.size_diff, difference.count_diff)
 
 
 def _cells(line: Line, growth: Growth) -> tuple[object, ...]:

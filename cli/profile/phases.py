@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 REPORTED = {"HTTP": 33, "scheduling": 29, "device": 38}
 """Percent, as reported for vLLM 0.6.0 (Llama 3 8B on an H100), for comparison."""
+NO_SLO = (None, None)
+"""The load has no service level objective."""
 
 
 @configured()
@@ -78,16 +80,15 @@ def phases(
     )
     with running(config) as server:
         processes = processes_of("", server.pid or 0)
-        apply_load(server, attrs.evolve(load, requests=concurrency, output_len=min(16, output_len), seed=0), key, SLO)
+        apply_load(
+            server, attrs.evolve(load, requests=concurrency, output_len=min(16, output_len), seed=0), key, NO_SLO
+        )
         before = scrape(server.host, server.port, key, processes)
-        level = apply_load(server, load, key, SLO)
+        level = apply_load(server, load, key, NO_SLO)
         interval = Interval(before, scrape(server.host, server.port, key, processes))
     say(f"{load.name}: {level.output_rate:,.0f} output tokens/s")
     settings = {"concurrency": concurrency, "requests": count, "input_len": input_len, "output_len": output_len}
     _finish(server, interval, processes, f"{load.name}, {input_len} in / {output_len} out", output, settings)
-
-
-SLO = (None, None)
 
 
 def _finish(

@@ -12,6 +12,7 @@ from pathlib import Path
 from attrs import frozen
 
 from engine.cli.processes import Process
+from engine.cli.profile.target import PTRACE_ADVICE
 from engine.core.errors import ConfigError, ExecutorError
 from engine.core.extras import install_command
 
@@ -93,10 +94,7 @@ def failure(process: Process, errors: str) -> ConfigError | ExecutorError:
     """The error for what py-spy wrote about a process."""
     name = _name(process)
     if "permission denied" in errors.lower() or "operation not permitted" in errors.lower():
-        return ConfigError(
-            f"this user may not trace {name}: run the command as the server's user and set kernel.yama.ptrace_scope to "
-            "0 (sysctl), or run it as root; in a container, add the capability SYS_PTRACE"
-        )
+        return ConfigError(f"this user may not trace {name}: {PTRACE_ADVICE}")
     return ExecutorError(f"py-spy failed on {name}: {_sentence(errors.splitlines())}")
 
 

@@ -79,8 +79,13 @@ def shortened(frame: str) -> str:
     if found is None:
         return frame
     function, file, line = found.groups()
-    file = ENGINE.sub("engine/", file) if ENGINE.match(file) else LIBRARY.sub("", file)
+    file = path_in_package(file)
     return f"{function} ({file}:{line})" if line else f"{function} ({file})"
+
+
+def path_in_package(file: str) -> str:
+    """The path of a source file from its package on; of a file in no package, unchanged."""
+    return ENGINE.sub("engine/", file) if ENGINE.match(file) else LIBRARY.sub("", file)
 
 
 def without_line(frame: str) -> str:

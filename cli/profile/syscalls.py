@@ -18,7 +18,7 @@ from attrs import frozen
 from engine.cli.bench.load import say
 from engine.cli.bench.report import Json, Row, report, write
 from engine.cli.processes import Process
-from engine.cli.profile.target import Pid, Url, processes_of
+from engine.cli.profile.target import PTRACE_ADVICE, Pid, Url, processes_of
 from engine.cli.tables import print_table
 from engine.core.errors import ConfigError, ExecutorError
 
@@ -107,11 +107,8 @@ def parse(summary: str) -> dict[str, Calls]:
 
 def _refused(process: Process, errors: str) -> ConfigError:
     """The error for a process that strace cannot attach to."""
-    return ConfigError(
-        f"strace may not trace {process.role} (process {process.pid}): run the command as the server's user and set "
-        "kernel.yama.ptrace_scope to 0 (sysctl), or run it as root; in a container, add the capability SYS_PTRACE "
-        f"({errors.strip().splitlines()[0]})"
-    )
+    said = errors.strip().splitlines()[0]
+    return ConfigError(f"strace may not trace {process.role} (process {process.pid}): {PTRACE_ADVICE} ({said})")
 
 
 def _rows(found: Mapping[str, Mapping[str, Calls]], seconds: float) -> Iterator[Row]:

@@ -27,6 +27,12 @@ AdminKey = Annotated[
     str, typer.Option(help=f"With --url: the server's admin key; better give it in {ADMIN_KEY_VARIABLE}.")
 ]
 
+PTRACE_ADVICE = (
+    "run the command as the server's user and set kernel.yama.ptrace_scope to 0 (sysctl), or run it as root; in a"
+    " container, add the capability SYS_PTRACE"
+)
+"""What to do where this user may not trace the server's processes."""
+
 
 def processes_of(url: str, pid: int) -> list[Process]:
     """The processes of a running server on this machine. Raises ConfigError."""
