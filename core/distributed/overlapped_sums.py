@@ -20,11 +20,18 @@ Allocate = Callable[[int], tuple[torch.Tensor, Sequence[int]]]
 """Makes memory of that many bytes that all ranks can reach, and returns it and the ranks' addresses of it."""
 CHUNK_MULTIPLE = 128
 """Rows of a tile of the GEMMs: a chunk of other sizes computes tiles in part."""
+ALIGNMENT = 256
+"""Bytes: tensors in the ranks' memory begin at multiples of this."""
 
 
 def first_rows(rows: int) -> int:
     """Number of rows in the first of two chunks."""
-    return -(-rows // (2 * CHUNK_MULTIPLE)) * CHUNK_MULTIPLE
+    return round_up(rows, 2 * CHUNK_MULTIPLE) // 2
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is not below a number."""
+    return -(-number // multiple) * multiple
 
 
 class OverlappedSums(ABC):

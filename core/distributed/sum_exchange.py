@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.core.distributed.overlapped_sums import Allocate, OverlappedSums, first_rows
+from engine.core.distributed.overlapped_sums import ALIGNMENT, Allocate, OverlappedSums, first_rows, round_up
 from engine.core.distributed.partial_sum import USED_TWICE, ReceivedSum, sum_addends
 from engine.core.distributed.stream_operations import WAIT, WRITE, batch, current_stream
 
@@ -96,8 +96,8 @@ class SumExchange(OverlappedSums):
     def _open(self, allocate: Allocate, device: torch.device) -> None:
         rows = first_rows(self.max_rows)
         row = self.size * self.dtype.itemsize
-        self._nbytes = -(-rows * row // 256) * 256
-        memory, addresses = allocate(BUFFERS * self._nbytes + 256)
+        self._nbytes = round_up(rows * row, ALIGNMENT)
+        memory, addresses = allocate(BUFFERS * self._nbytes + ALIGNMENT)
         self.nbytes = memory.nbytes
         self._memory = memory
         self._received = [
@@ -120,12 +120,19 @@ class SumExchange(OverlappedSums):
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._side = self._stream.cuda_stream
         self._ready = [self._driver.event() for _ in range(BUFFERS)]
+        """Event per buffer: the compute stream has computed the addend."""
         self._sent = [self._driver.event() for _ in range(BUFFERS)]
+        """Event per buffer: the addend is copied to the other rank."""
         self._all_read, self._all_freed = self._driver.event(), self._driver.event()
+        """Events: the compute stream has read all buffers; they are free."""
         self._arrival = [batch([(WAIT, address, 1)]) for address in self._own_arrived]
+        """Per buffer, operations that wait for the other rank's addend."""
         self._forget = [batch([(WRITE, address, 0)]) for address in self._own_arrived]
+        """Per buffer, operations that clear the flag of an addend that was read."""
         self._take = [batch([(WAIT, address, 1), (WRITE, address, 0)]) for address in self._own_free]
+        """Per buffer of the other rank, operations that wait until it is free, and take it."""
         self._announce = [batch([(WRITE, address, 1)]) for address in self._other_arrived]
+        """Per buffer of the other rank, operations that set the flag of this rank's addend."""
         self._free_and_take = cache(self._free_and_take_operations)
         self._in_progress: list[ExchangedSum] = []
         self._read: list[int] = []

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from engine.core.distributed.overlapped_sums import Allocate, OverlappedSums, first_rows
+from engine.core.distributed.overlapped_sums import ALIGNMENT, Allocate, OverlappedSums, first_rows, round_up
 from engine.core.distributed.partial_sum import USED_TWICE
 from engine.core.distributed.scattered_rows import part_rows
 from engine.core.distributed.scattered_sum import OwnRows, ScatteredSum
@@ -44,14 +44,8 @@ MIN_ROWS = 4096
 """Smaller sums are not split: the waits and the gaps between copies cost more than they hide."""
 ROOM_ROWS = 256
 """Memory of norms is a multiple of this many rows, since GEMMs load whole tiles."""
-ALIGNMENT = 256
-"""Bytes: of the beginning of each tensor in the memory of norms."""
 ADDEND, NORM = 0, 1
 """Kinds of flags: that an addend has arrived, and that a norm has."""
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 class SumScatter(OverlappedSums):
@@ -64,9 +58,9 @@ class SumScatter(OverlappedSums):
         self._others = [(rank + step) % ranks for step in range(1, ranks)]
         """In the order of copies: at any time, each rank receives from another one."""
         rows, row = first_rows(self.max_rows), self.size * self.dtype.itemsize
-        part = _round_up(part_rows(rows, ranks) * row, ALIGNMENT)
+        part = round_up(part_rows(rows, ranks) * row, ALIGNMENT)
         self._addend_bytes = part
-        self._norm_bytes = _round_up(rows, ROOM_ROWS) * row + 4 * ALIGNMENT
+        self._norm_bytes = round_up(rows, ROOM_ROWS) * row + 4 * ALIGNMENT
         self._norms_at = SLOTS * (ranks - 1) * part
         flags_at = self._norms_at + SLOTS * self._norm_bytes
         memory, addresses = allocate(flags_at + ALIGNMENT)
@@ -207,7 +201,7 @@ class SumScatter(OverlappedSums):
                 )
             offsets.append(at + started.begin * row)
             gathered.append(self._memory[at : at + rows * row].view(one.dtype).view(rows, *one.shape[1:]))
-            at = _round_up(at + _round_up(rows, ROOM_ROWS) * row, ALIGNMENT)
+            at = round_up(at + round_up(rows, ROOM_ROWS) * row, ALIGNMENT)
         return offsets, gathered
 
     def _send_norm(self, slot: int, offsets: Sequence[int], made: Sequence[torch.Tensor]) -> None:
