@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -90,13 +90,34 @@ class DraftBatch:
         Returns the rows of the drafts, and the row of the sequence of each draft row: [draft rows] int64; both on the
         device, until the next call.
         """
-        batch = self._persistent_batch
-        plain = len(step.decodes)
+        plain, counts = len(step.decodes), tuple([len(part.tokens) for part in step.drafts])
+        self._write(step, size, counts)
+        if self._replay is not None:
+            self._replay()
+        else:
+            self._send_and_fill()
+        views = self._views(plain, step.decode_rows, len(counts), max(counts) - 1)
+        draft_rows = DraftRows(
+            num_before=plain,
+            slices=step.drafts,
+            counts=counts,
+            drafts=views.drafts,
+            first=views.first,
+            table_rows=views.table_rows,
+            offsets=views.offsets,
+        )
+        return draft_rows, views.sources
+
+    def _write(self, step: Step, size: int, counts: Sequence[int]) -> None:
+        """Write a batch, whose decodes then count as computed, and new entries of block tables to the host's buffer.
+
+        counts: tokens of each slice.
+        """
+        batch, plain = self._persistent_batch, len(step.decodes)
         rows = [batch.row(sequence) for sequence in step.decodes]
         positions: list[int] = batch.computed[rows].tolist() if rows else []
         if rows:
             batch.computed[rows] += 1
-        counts = tuple([len(part.tokens) for part in step.drafts])
         width = max(counts) - 1
         owners: list[int] = []
         first: list[int] = []
@@ -123,21 +144,6 @@ class DraftBatch:
         for name, column in zip(_COLUMNS, (rows, positions, sources, tokens, offsets, first, owners), strict=True):
             host[name][: len(column)] = column
         self._host_drafts[: len(drafts)] = drafts
-        if self._replay is not None:
-            self._replay()
-        else:
-            self._send_and_fill()
-        views = self._views(plain, count, len(counts), width)
-        draft_rows = DraftRows(
-            num_before=plain,
-            slices=step.drafts,
-            counts=counts,
-            drafts=views.drafts,
-            first=views.first,
-            table_rows=views.table_rows,
-            offsets=views.offsets,
-        )
-        return draft_rows, views.sources
 
     def _write_changes(self) -> int:
         """Write the new entries of the block tables to the buffer; return their number. If they do not all fit, send
