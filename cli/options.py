@@ -50,6 +50,8 @@ OFFLINE = ("server", "parser")
 """Sections without meaning for a command without a server: `configured(without=OFFLINE)`."""
 
 Command = Callable[..., Any]
+Given = tuple[object, str]
+"""The value of a setting, and its origin."""
 
 
 def purpose(section: str) -> str:
@@ -106,50 +108,71 @@ def configured(*, without: Collection[str] = (), before: str = "") -> Callable[[
     ]
 
     def resolve(given: Mapping[str, Any]) -> Resolved:
-        overrides: dict[str, tuple[object, str]] = {}
-
-        def override(key: str, value: object, origin: str) -> None:
-            if key in overrides:
-                raise ConfigError(f"{key} is given twice, by {overrides[key][1]} and by {origin}; give it once")
-            overrides[key] = (value, origin)
-
-        for name, one in offered.items():
-            setting, value = one.setting, given[name]
-            if setting.type is dict:
-                for text in value or ():
-                    option, typed = key_value(text, one.flag)
-                    override(f"{setting.key}.{option}", typed, one.flag)
-            elif value is not None:
-                override(setting.key, value, one.flag)
-        for text in given["assignments"] or ():
-            key, typed = key_value(text, "--set")
-            override(canonical_key(key), typed, "--set")
-        if (model := given.get(MODEL)) is not None:
-            other, origin = overrides.get("model.path", (model, MODEL.upper()))
-            if other != model:
-                raise ConfigError(f"MODEL ({model}) and {origin} ({other}) name two models; give one of them")
-            overrides["model.path"] = (model, MODEL.upper())
-        named, origin = overrides.get("model.path", (DEMO_MODEL, ""))
-        if not named:
-            raise ConfigError(
-                f"{origin} is empty; give a directory or a name on the hub (ORG/NAME), or leave it out, for the demo"
-                " model"
-            )
-        files = given["files"] or [None]
-        if len(files) > 1:
-            raise ConfigError(
-                f"--config is given twice, as {files[0]} and as {files[1]}; a command reads one file: "
-                "put the settings into one, or give those of the other by options"
-            )
-        defaults: dict[str, tuple[object, str]] = {"model.path": (demo_model(), DEMO_MODEL)}
-        for variable, key in ((KEY_VARIABLE, "server.api_key"), (ADMIN_KEY_VARIABLE, "server.admin_api_key")):
-            if keys := os.environ.get(variable, ""):
-                defaults[key] = ([one.strip() for one in keys.split(",")], variable)
-        if "server" not in without:
-            defaults |= tracing_defaults(os.environ)
-        return load_config(files[0], overrides, defaults)
+        overrides = _overrides(offered, given)
+        _choose_model(overrides, given.get(MODEL))
+        return load_config(_only_file(given["files"]), overrides, _defaults(has_server="server" not in without))
 
     return lambda command: _with_options(command, "resolved", parameters, resolve, before)
+
+
+def _overrides(offered: Mapping[str, _SettingOption], given: Mapping[str, Any]) -> dict[str, Given]:
+    """The settings given by options and by --set. Raises ConfigError for one that is given twice."""
+    overrides: dict[str, Given] = {}
+
+    def override(key: str, value: object, origin: str) -> None:
+        if key in overrides:
+            raise ConfigError(f"{key} is given twice, by {overrides[key][1]} and by {origin}; give it once")
+        overrides[key] = (value, origin)
+
+    for name, one in offered.items():
+        setting, value = one.setting, given[name]
+        if setting.type is dict:
+            for text in value or ():
+                option, typed = key_value(text, one.flag)
+                override(f"{setting.key}.{option}", typed, one.flag)
+        elif value is not None:
+            override(setting.key, value, one.flag)
+    for text in given["assignments"] or ():
+        key, typed = key_value(text, "--set")
+        override(canonical_key(key), typed, "--set")
+    return overrides
+
+
+def _choose_model(overrides: dict[str, Given], model: str | None) -> None:
+    """Set model.path to the argument MODEL, if it is given. Raises ConfigError for an empty name, or for two."""
+    if model is not None:
+        other, origin = overrides.get("model.path", (model, MODEL.upper()))
+        if other != model:
+            raise ConfigError(f"MODEL ({model}) and {origin} ({other}) name two models; give one of them")
+        overrides["model.path"] = (model, MODEL.upper())
+    named, origin = overrides.get("model.path", (DEMO_MODEL, ""))
+    if not named:
+        raise ConfigError(
+            f"{origin} is empty; give a directory or a name on the hub (ORG/NAME), or leave it out, for the demo model"
+        )
+
+
+def _only_file(files: Sequence[Path] | None) -> Path | None:
+    """The file of --config; None: there is none. Raises ConfigError for several."""
+    if not files:
+        return None
+    if len(files) > 1:
+        raise ConfigError(
+            f"--config is given twice, as {files[0]} and as {files[1]}; a command reads one file: "
+            "put the settings into one, or give those of the other by options"
+        )
+    return files[0]
+
+
+def _defaults(*, has_server: bool) -> dict[str, Given]:
+    """The settings that take precedence over the tree's defaults: the demo model, and environment variables."""
+    defaults: dict[str, Given] = {"model.path": (demo_model(), DEMO_MODEL)}
+    for variable, key in ((KEY_VARIABLE, "server.api_key"), (ADMIN_KEY_VARIABLE, "server.admin_api_key")):
+        if keys := os.environ.get(variable, ""):
+            defaults[key] = ([one.strip() for one in keys.split(",")], variable)
+    if has_server:
+        defaults |= tracing_defaults(os.environ)
+    return defaults
 
 
 def _model_argument(before: str) -> inspect.Parameter:
