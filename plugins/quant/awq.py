@@ -18,13 +18,12 @@ from engine.plugins.quant.packing import AWQ_ORDER, unpack_awq
 from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys, require_method, with_file
 from engine.plugins.quant.quantization_config import is_listed, same_for_all, same_for_experts, unquantized_modules
 from engine.plugins.quant.w4_experts import w4_experts
-from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader, check_group_size
+from engine.plugins.quant.w4a16 import SCALE_DTYPES, GroupScheme, QuantizedWeight, Reader, check_group_size
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w4a16_method import W4A16Method
 
 FILE = "quant_config.json"
 """File in which older programs describe the quantization, instead of in config.json."""
-SCALE_DTYPES = ("float16", "bfloat16", "float32")
 BITS = 4
 PACK = len(AWQ_ORDER)
 

@@ -28,13 +28,12 @@ from engine.plugins.quant.quantization_config import (
     unquantized_modules,
 )
 from engine.plugins.quant.w4_experts import w4_experts
-from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader, check_group_size
+from engine.plugins.quant.w4a16 import SCALE_DTYPES, GroupScheme, QuantizedWeight, Reader, check_group_size
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w4a16_method import W4A16Method
 
 FILE = "quantize_config.json"
 """File in which older programs describe the quantization, instead of in config.json."""
-SCALE_DTYPES = ("float16", "bfloat16", "float32")
 BITS = (4, 8)
 LESS_ONE = {"gptq": True, "gptq_v2": False}
 """checkpoint_format -> whether zero points are stored minus one."""

@@ -19,9 +19,8 @@ from engine.plugins.quant import quantization_config as quant_config
 from engine.plugins.quant.conversions import instead_of
 from engine.plugins.quant.groups import check_scales, group_of
 from engine.plugins.quant.packing import WORD, unpack
-from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
+from engine.plugins.quant.w4a16 import SCALE_DTYPES, GroupScheme, QuantizedWeight, Reader
 
-SCALE_DTYPES = ("float16", "bfloat16", "float32")
 BITS = (4, 8)
 FORMAT = "pack-quantized"
 STRATEGIES = ("group", "channel")

@@ -13,6 +13,9 @@ from engine.core.errors import CheckpointError
 from engine.core.quant import LinearPart, LinearSpec, TensorSpec
 from engine.plugins.quant.packing import WORD
 
+SCALE_DTYPES = ("float16", "bfloat16", "float32")
+"""dtypes of stored scales."""
+
 
 def check_group_size(size: Any, where: str) -> int:
     """Return a group size as checkpoints state it. Raises CheckpointError for other values. where: begins the error."""
