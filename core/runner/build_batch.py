@@ -44,19 +44,13 @@ def build_batch(
     size = persistent_batch.block_size
     width = -(-int(ends.max()) // size)
     slots = persistent_batch.host_tables[token_rows, positions // size].astype(np.int64) * size + positions % size
-    known = [persistent_batch.known(chunk.sequence, chunk.start, chunk.start + chunk.count) for chunk in step.chunks]
-    known += [np.array(part.tokens, np.int64) for part in step.drafts]
-    sampling = np.ones(num_others, bool)
-    sampling[num_decodes:] = [chunk.sample for chunk in step.chunks]
-    sampling_rows, logit_tokens = rows[:num_others][sampling], query_starts[1 : num_others + 1][sampling] - 1
-    if step.drafts:
-        sampling_rows = np.concatenate((sampling_rows, np.repeat(rows[num_others:], counts[num_others:])))
-        logit_tokens = np.concatenate((logit_tokens, np.arange(query_starts[num_others], query_starts[-1])))
+    known = _known_tokens(persistent_batch, step)
+    sampling_rows, logit_tokens = _find_sampling(step, rows, counts, query_starts)
 
     arrays: list[npt.NDArray[Any]] = [
         rows,
         sampling_rows,
-        np.concatenate(known) if known else np.zeros(0, np.int64),
+        known,
         positions,
         slots,
         logit_tokens,
@@ -83,7 +77,7 @@ def build_batch(
     tokens = known_tokens
     if num_decodes:
         decoded = persistent_batch.last_tokens[device_rows[:num_decodes]]
-        tokens = torch.cat((decoded, known_tokens)) if known else decoded
+        tokens = torch.cat((decoded, known_tokens)) if len(known) else decoded
     batch = ForwardBatch(
         tokens=tokens,
         positions=device_positions,
@@ -109,6 +103,31 @@ def build_batch(
             for table in (min(number, len(persistent_batch.group_tables) - 1) for number in range(num_groups))
         )
     return batch, device_sampling_rows
+
+
+def _known_tokens(persistent_batch: PersistentBatch, step: Step) -> npt.NDArray[np.int64]:
+    """The tokens of prefill chunks and draft slices, which the host knows."""
+    known = [persistent_batch.known(chunk.sequence, chunk.start, chunk.start + chunk.count) for chunk in step.chunks]
+    known += [np.array(part.tokens, np.int64) for part in step.drafts]
+    return np.concatenate(known) if known else np.zeros(0, np.int64)
+
+
+def _find_sampling(
+    step: Step, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], query_starts: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Where a step samples: after each decode, each chunk that ends a prefill, and each token of a draft slice.
+
+    rows, counts: row and number of tokens of each sequence. query_starts: index of its first token in the batch.
+    Returns the row and the index of the token of each sample.
+    """
+    num_decodes, num_others = len(step.decodes), len(step.decodes) + len(step.chunks)
+    sampling = np.ones(num_others, bool)
+    sampling[num_decodes:] = [chunk.sample for chunk in step.chunks]
+    sampling_rows, logit_tokens = rows[:num_others][sampling], query_starts[1 : num_others + 1][sampling] - 1
+    if step.drafts:
+        sampling_rows = np.concatenate((sampling_rows, np.repeat(rows[num_others:], counts[num_others:])))
+        logit_tokens = np.concatenate((logit_tokens, np.arange(query_starts[num_others], query_starts[-1])))
+    return sampling_rows, logit_tokens
 
 
 def group_batch(
