@@ -10,6 +10,7 @@ from attrs import frozen
 from engine.core.config.tree import EngineConfig
 from engine.core.executors.base import Executor
 from engine.core.executors.deployment import Deployment
+from engine.core.executors.rehearsal import rehearse
 from engine.core.executors.step_times import StepTimes, measure_step_times
 from engine.core.models.base import ModelSpec
 from engine.core.plugin_host.derived import speculator_spec
@@ -58,6 +59,22 @@ class StepLoopBuilder:
         speculator = CheckedSpeculator(parts.speculator(spec, options), spec)
         speculator.rehearse()
         return speculator
+
+    def rehearse(self, cache: CacheInfo) -> None:
+        """Run a few steps before the first request, and check the answers of the executor (executors/rehearsal.py)."""
+        parts, scheduler = self.deployment.parts, self.config.scheduler
+        rehearse(
+            self.executor,
+            cache,
+            owner=parts.owner("executors"),
+            not_built_in=parts.not_built_in,
+            max_tokens=scheduler.max_batch_tokens,
+            max_len=self.max_len,
+            max_running=scheduler.max_running,
+            vocab_size=self.model_spec.vocab_size,
+            full=self.deployment.device.type == "cuda",
+            propose=self.config.speculator.max_drafts if parts.drafter is not None else 0,
+        )
 
     def measure_steps(
         self, speculator: CheckedSpeculator | DeviceProposals | None, cache: CacheInfo

@@ -20,7 +20,6 @@ from engine.core.device import DeviceInfo, find_device
 from engine.core.executors.base import Executor
 from engine.core.executors.choose import PluginChoice
 from engine.core.executors.deployment import Deployment, shut_down
-from engine.core.executors.rehearsal import rehearse
 from engine.core.hub.names import locate, locate_speculator
 from engine.core.models.base import ModelSpec
 from engine.core.plugin_host.derived import max_len, settle, shape_of
@@ -124,18 +123,7 @@ def start_engine(
         )
         made_speculator = builder.make_speculator()
         with phases.phase("rehearsal"):
-            rehearse(
-                executor,
-                cache_info,
-                owner=parts.owner("executors"),
-                not_built_in=parts.not_built_in,
-                max_tokens=config.scheduler.max_batch_tokens,
-                max_len=longest,
-                max_running=config.scheduler.max_running,
-                vocab_size=model_spec.vocab_size,
-                full=device.type == "cuda",
-                propose=config.speculator.max_drafts if parts.drafter is not None else 0,
-            )
+            builder.rehearse(cache_info)
             times = builder.measure_steps(made_speculator, cache_info)
         cache_info = attrs.evolve(cache_info, phases=phases.seconds)
         if config.kv_events.endpoint:

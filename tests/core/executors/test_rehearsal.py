@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-from engine.core import engine_start
+from engine.core import build_step_loop
 from engine.core.engine import Engine
 from engine.core.errors import CheckpointError, ExecutorError, PluginError
 from engine.core.executors.base import Health
@@ -48,7 +48,7 @@ def test_start_runs_a_prompt_in_two_chunks_and_a_decode_step(make_engine: Any, s
 
 def test_rehearsal_leaves_no_state(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rehearsed = make_engine()
-    monkeypatch.setattr(engine_start, "rehearse", lambda *_, **__: None)
+    monkeypatch.setattr(build_step_loop, "rehearse", lambda *_, **__: None)
     plain = make_engine()
 
     def state(engine: Any) -> Any:
@@ -103,7 +103,7 @@ def test_full_step_has_all_tokens_that_limits_allow(
         assert not limits["full"]
         rehearse(executor, attrs.evolve(cache, num_blocks=blocks), **{**limits, "full": True})
 
-    monkeypatch.setattr(engine_start, "rehearse", as_on_a_gpu)
+    monkeypatch.setattr(build_step_loop, "rehearse", as_on_a_gpu)
     engine = make_engine(
         model__max_len=24, scheduler__max_batch_tokens=40, scheduler__max_running=max_running, cache__block_size=16
     )
