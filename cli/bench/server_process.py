@@ -56,7 +56,10 @@ class Server:
             raise ConfigError(f"--url {url!r} is not served by http; give one as http://127.0.0.1:8000")
         status, _ = get(host, port, "/health", api_key)
         if status != 200:
-            raise ConfigError(f"the server at {url} is not healthy: /health answers with status {status}")
+            raise ConfigError(
+                f"the server at {url} is not healthy: /health answers with status {status}; wait until it has started,"
+                " or give the address of another"
+            )
         status, body = get(host, port, "/v1/models", api_key)
         if status != 200:
             raise ConfigError(f"the server at {url} does not name its model (status {status}); is --api-key right?")
@@ -130,7 +133,10 @@ def get(host: str, port: int, path: str, api_key: str) -> tuple[int, Any]:
             return response.status, response.read()
         except OSError as error:
             if time.monotonic() > deadline:
-                raise ConfigError(f"no server answers at http://{authority(host, port)}: {error}") from error
+                raise ConfigError(
+                    f"no server answers at http://{authority(host, port)}: {error}; start it with `engine serve`, or"
+                    " give another address"
+                ) from error
             time.sleep(0.1)
         except http.client.HTTPException as error:
             raise ConfigError(f"{error!r} from http://{authority(host, port)}; is it an HTTP server?") from error

@@ -37,7 +37,8 @@ class RoutingSpec:
     def __attrs_post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
             raise CheckpointError(
-                f"config.json asks for {self.top_k} experts per token, and a layer has {self.num_experts}"
+                f"config.json asks for {self.top_k} experts per token, and a layer has {self.num_experts};"
+                " fetch the file again"
             )
 
 

@@ -219,7 +219,9 @@ class GptqReader(Reader):
         name, bits = part.name, self.scheme.bits
         bias = None if spec.bias else loaded.get(f"{name}.bias")
         if bias is not None and bool(bias.any()):
-            raise CheckpointError(f"tensor {name}.bias is not 0, but the model has no bias there")
+            raise CheckpointError(
+                f"tensor {name}.bias is not 0, but the model has no bias there; use a checkpoint without it"
+            )
         scales = check_scales(f"{name}.scales", loaded[f"{name}.scales"])
         packed = loaded[f"{name}.qweight"]
         inputs = min(packed.shape[0] * WORD // bits, spec.in_features)

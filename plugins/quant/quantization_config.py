@@ -14,6 +14,7 @@ from attrs import frozen
 
 from engine.core.errors import CheckpointError
 from engine.core.quant import ExpertsSpec, LinearSpec
+from engine.plugins.quant.conversions import instead_of
 from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys
 
 T = TypeVar("T")
@@ -219,7 +220,10 @@ def _scheme(name: str, group: Any, outer: Any) -> Scheme:
     if not isinstance(weights, Mapping):
         raise CheckpointError(f"quantization_config: config group {name} says nothing of weights, but {group!r}")
     if group.get("output_activations"):
-        raise CheckpointError(f"quantization_config: config group {name} quantizes outputs, which is not supported")
+        raise CheckpointError(
+            f"quantization_config: config group {name} quantizes outputs, which is not supported;"
+            f" {instead_of('llm-compressor')}"
+        )
     inputs = group.get("input_activations")
     return Scheme(
         name=name,

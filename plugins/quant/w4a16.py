@@ -66,7 +66,10 @@ class QuantizedWeight:
         if group_of is None:
             return SortedWeight(weight=self, order=None, group_size=scheme.group_size)
         if self.input_factors is not None:
-            raise CheckpointError("weights with act-order and factors of their inputs are not supported")
+            raise CheckpointError(
+                "weights with act-order and factors of their inputs are not supported; use a checkpoint with one of"
+                " the two"
+            )
         order = torch.argsort(group_of, stable=True)
         inputs = len(order)
         size = inputs if scheme.group_size == -1 else scheme.group_size

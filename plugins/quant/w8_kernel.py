@@ -162,7 +162,8 @@ class W8Kernel(LinearKernel):
         if len(found) != 1:
             wanted = " or ".join(f"{part.name}.{name}" for name in names)
             raise CheckpointError(
-                f"the checkpoint has {'two' if found else 'no'} scales for {part.name}: want {wanted}"
+                f"the checkpoint has {'two' if found else 'no'} scales for {part.name}: want {wanted}; fetch it again,"
+                " or use another checkpoint"
             )
         stored = loaded[found[0]]
         # Some programs store powers of two as the bytes of float8_e8m0fnu.
