@@ -30,4 +30,3 @@ NUM_CHOICES = with_finer(VLLM_NUM_CHOICES, 50.0)
 NUM_TOKENS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2, 5))
 """1, 2, 5, 10, ... The bounds above the longest context are not exported: vLLM has none there."""
 HTTP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-VLLM_HTTP_SECONDS = (0.1, 0.5, 1.0)
