@@ -203,7 +203,7 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
         self._chosen[rows] = candidate
 
     def _even_routing(self, x: torch.Tensor) -> Routing:
-        """A routing of as many tokens to each expert, the experts of a token far apart. Computed on the device."""
+        """A routing of equally many tokens to each expert, the experts of a token far apart. Computed on the device."""
         shape = self.shape
         slots = torch.arange(len(x) * shape.top_k, device=x.device, dtype=torch.int32).view(len(x), shape.top_k)
         step = max(shape.num_experts // shape.top_k, 1)
