@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from engine.core.errors import PluginError
-from engine.core.plugin_host.faults import raise_interrupt, shown
+from engine.core.plugin_host.faults import raise_interrupt, said, shown
 
 
 class InvalidAnswerError(PluginError):
@@ -42,7 +42,7 @@ class CountedFaults:
             self._owner,
             "gave an invalid answer in" if invalid else "failed in",
             method,
-            error if invalid else f"{type(error).__name__}: {error}",
+            error if invalid else f"{type(error).__name__}: {said(error)}",
             self._instead,
             self._metric,
             exc_info=None if invalid else error,

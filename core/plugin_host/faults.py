@@ -72,7 +72,7 @@ def blame(owner: str, call: str, hint: str = MEND) -> Iterator[None]:
             raise
         kinds = _kinds(error)
         place = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{owner} failed in {call}: {kinds[0]}: {error} ({place.filename}, line {place.lineno})"
+        message = f"{owner} failed in {call}: {kinds[0]}: {said(error)} ({place.filename}, line {place.lineno})"
         if DEVICE in kinds:
             raise ExecutorError(message) from error
         raise PluginFaultError(f"{message}; {INSTALL if isinstance(error, ImportError) else hint}") from error
@@ -93,6 +93,14 @@ def shown(found: object) -> str:
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
 
 
+def said(error: BaseException) -> str:
+    """The text of an exception, which may be of the plugin's own class."""
+    try:
+        return str(error)
+    except Exception as raised:
+        return f"an exception whose str() raises {type(raised).__name__}"
+
+
 def import_fault(error: BaseException) -> str:
     """An error of a plugin's import, as errors say it: with the file and line that raised it, unless core or Python's
     own import did, as for a module that does not exist."""
@@ -101,7 +109,7 @@ def import_fault(error: BaseException) -> str:
         for frame, line in _frames(error.__traceback__)
         if not frame.f_globals.get("__name__", "").startswith((CORE, "importlib"))
     ]
-    return f"{type(error).__name__}: {error}{places[-1] if places else ''}"
+    return f"{type(error).__name__}: {said(error)}{places[-1] if places else ''}"
 
 
 def is_no_fault(error: BaseException) -> bool:
@@ -135,7 +143,7 @@ def name_fault(error: BaseException, runs: PluginCall | None = None, not_built_i
     if not culprits:
         return
     *callers, last = culprits
-    text = str(error).strip().partition("\n")[0]
+    text = said(error).strip().partition("\n")[0]
     text = f": {text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + '...'}" if text else ""
     place = f" ({last.place})" if last.place else ""
     # The mistake may be in the arguments with which a third party's plugin calls a built-in one.

@@ -12,6 +12,13 @@ class Odd(BaseException):
     """Outside Exception."""
 
 
+class UnreadableError(Exception):
+    """Without a text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
 def raising(error: BaseException | None = None) -> Callable[..., Any]:
     """A method that raises."""
 

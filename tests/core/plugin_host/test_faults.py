@@ -29,7 +29,7 @@ from engine.plugins.executors.uniproc import UniprocExecutor
 from engine.plugins.models.llama import Llama
 from engine.plugins.quant.none import Unquantized
 
-from .faulty import Odd, offering, raising
+from .faulty import Odd, UnreadableError, offering, raising
 
 MINE = "'mine' passed in from Python failed in"
 
@@ -95,6 +95,13 @@ def test_a_module_that_is_missing_is_to_be_installed() -> None:
 def test_a_device_that_fails_is_no_mistake_of_the_plugin_but_it_is_named() -> None:
     with pytest.raises(ExecutorError, match=r"attention 'mine' of mine 1.0 failed in plan\(\): AcceleratorError"):
         blamed(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+
+
+def test_an_error_without_a_readable_text_is_named_by_its_class() -> None:
+    with pytest.raises(
+        PluginFaultError, match=r"mine 1.0 failed in plan\(\): UnreadableError: an exception whose str\(\) raises V"
+    ):
+        blamed(UnreadableError())
 
 
 def making(**members: Any) -> Any:

@@ -20,7 +20,7 @@ from engine.plugins.executors.uniproc import UniprocExecutor
 from engine.plugins.models.llama import Llama
 from engine.plugins.quant.none import Unquantized
 
-from .faulty import Odd, offering, raising
+from .faulty import Odd, UnreadableError, offering, raising
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
@@ -94,6 +94,12 @@ def test_start_names_the_plugin_that_raises_in_a_step(
     place = f"tests/core/plugin_host/faulty.py, line {LINE}"
     assert str(caught.value) == f"{section} 'mine' passed in from Python failed in {call}: {shown} ({place})"
     assert caught.value.__cause__ is error
+
+
+def test_start_names_the_plugin_whose_error_has_no_readable_text(make_engine: Any) -> None:
+    wanted = r"^attention 'mine' passed in from Python failed in plan\(\): UnreadableError: an exception whose str\(\)"
+    with pytest.raises(StepFaultError, match=wanted):
+        build(make_engine, "attention", {"plan": raising(UnreadableError())})
 
 
 def wrong(section: str, method: str, answer: Callable[..., Any], message: str) -> Any:

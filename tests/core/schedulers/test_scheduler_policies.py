@@ -66,6 +66,21 @@ def test_a_policy_that_raises_is_logged_once_with_its_traceback_and_counted(capl
     assert "lost my list" in str(caplog.records[0].exc_info)
 
 
+def test_a_policy_whose_error_has_no_readable_text_stops_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    class UnreadableError(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    class Unreadable(Failing):
+        def order(self, waiting: Sequence[RequestView], now: float) -> Sequence[RequestView]:
+            raise UnreadableError
+
+    scheduler = make_scheduler(Unreadable())
+    scheduler.add(request("a", max_tokens=1))
+    assert [output.request for output in finish(scheduler) if output.finish_reason] == ["a"]
+    assert "order(): UnreadableError: an exception whose str() raises ValueError;" in faults(caplog)[0]
+
+
 def test_a_policy_is_named_by_its_registered_name_and_distribution(caplog: pytest.LogCaptureFixture) -> None:
     scheduler = make_scheduler(guarded(Failing, "scheduler 'lost' of engine-lost 0.4", ())())
     scheduler.add(request("a", max_tokens=1))
