@@ -114,6 +114,11 @@ def _check_names(spec: TensorSpec, attribute: Attribute[tuple[str, ...]], names:
         raise TypeError(f"{attribute.name} has the names of torch's types, as ('bfloat16', 'float32'), not {names!r}")
 
 
+def _check_shard_dim(spec: TensorSpec, attribute: Attribute[int | None], dim: int | None) -> None:
+    if dim is not None and not 0 <= dim < len(spec.shape):
+        raise ValueError(f"{attribute.name} = {dim} is not a dimension, counted from 0, of the shape {spec.shape}")
+
+
 @frozen(kw_only=True)
 class TensorSpec:
     """A tensor expected in the checkpoint."""
@@ -122,7 +127,7 @@ class TensorSpec:
     """Over all ranks. -1: any size. (1,): one number, which the checkpoint may store with any number of dimensions."""
     dtypes: tuple[str, ...] = field(validator=_check_names)
     """Accepted types, by their names in torch ("bfloat16", "float8_e4m3fn", "int32")."""
-    shard_dim: int | None = None
+    shard_dim: int | None = field(default=None, validator=_check_shard_dim)
     """The dimension that tensor-parallel ranks split, evenly without `shard_size`. None: every rank reads it all."""
     optional: bool = False
     """Whether the checkpoint may lack the tensor."""

@@ -18,3 +18,9 @@ def test_tensor_spec_refuses_types_that_are_not_names(dtypes: Any) -> None:
 
 def test_tensor_spec_takes_names_of_types() -> None:
     assert TensorSpec(shape=(2,), dtypes=("float32", "int8")).dtypes == ("float32", "int8")
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((4,), 1), ((4, 8), 2), ((4, 8), -1)])
+def test_tensor_spec_refuses_a_shard_dim_that_the_shape_does_not_have(shape: tuple[int, ...], dim: int) -> None:
+    with pytest.raises(ValueError, match=rf"^shard_dim = {dim} is not a dimension, counted from 0, of the shape \("):
+        TensorSpec(shape=shape, dtypes=("float32",), shard_dim=dim)
