@@ -44,7 +44,7 @@ class HttpClient:
         base: URL before the paths. key: empty: none. option, variables: what gives the key, for errors.
         """
         self.base = base
-        self._key_sources = f"{option}, or the environment variable {' or '.join(variables)}, gives the key"
+        self._key_sources = key_sources(option, variables)
         host = split_url(base).hostname or ""
         check_key(key, option)
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -67,9 +67,9 @@ class HttpClient:
             with error:
                 raise self._refusal(error) from error
         except urllib.error.URLError as error:
-            raise ServerError(f"{self.base} cannot be reached: {_reason(error.reason)}") from error
+            raise ServerError(f"{self.base} cannot be reached: {failure(error.reason, TIMEOUT)}") from error
         except (OSError, http.client.HTTPException) as error:
-            raise ServerError(f"the connection to {self.base} failed: {_reason(error)}") from error
+            raise ServerError(f"the connection to {self.base} failed: {failure(error, TIMEOUT)}") from error
 
     def json(self, path: str, body: object = None) -> dict[str, Any]:
         """The JSON object with which the server answers."""
@@ -100,6 +100,11 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_: Any) -> None:
         return None
+
+
+def key_sources(option: str, variables: Sequence[str]) -> str:
+    """What gives the API key, as a clause."""
+    return f"{option}, or the environment variable {' or '.join(variables)}, gives the key"
 
 
 def check_key(key: str, option: str) -> None:
@@ -155,10 +160,10 @@ def _shortened(text: str) -> str:
     return line if len(line) <= MAX_SENTENCE else f"{line[: MAX_SENTENCE - 3]}..."
 
 
-def _reason(error: object) -> str:
-    """Why a connection failed."""
+def failure(error: object, timeout: float) -> str:
+    """Why a connection failed, as a clause. timeout: seconds that it waited for the server."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, TimeoutError):
-        return f"nothing came for {TIMEOUT:.0f} s"
+        return f"nothing came for {timeout:g} s"
     return str(error) or type(error).__name__

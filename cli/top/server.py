@@ -12,7 +12,7 @@ from attrs import frozen
 
 from engine.cli.api_key import KEY_VARIABLES
 from engine.cli.errors import ServerError
-from engine.cli.http_client import check_key, error_sentence, split_url
+from engine.cli.http_client import check_key, error_sentence, failure, key_sources, split_url
 from engine.cli.metrics.scrape import Scrape
 from engine.core.errors import ConfigError
 
@@ -99,7 +99,7 @@ class WatchedServer:
                 return self._get_once(path)
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
-            raise ServerError(f"{self.url} cannot be reached: {_reason(error)}") from error
+            raise ServerError(f"{self.url} cannot be reached: {failure(error, TIMEOUT)}") from error
 
     def _get_once(self, path: str) -> tuple[int, bytes]:
         self._connection.request("GET", self._path + path, headers=self._headers)
@@ -114,7 +114,7 @@ class WatchedServer:
             said = http.client.responses.get(status, "")
         text = f"{self.url}/metrics answers {status}: {said}"
         if status == 401:
-            text += f" (--api-key, or the environment variable {' or '.join(KEY_VARIABLES)}, gives the key)"
+            text += f" ({key_sources('--api-key', KEY_VARIABLES)})"
         elif status == 404:
             text += "; is this the address of `engine serve`?"
         return ConfigError(text) if status < 500 else ServerError(text)
@@ -154,11 +154,3 @@ def _faults(body: Mapping[str, Any]) -> list[str]:
         return []
     words = [str(body[key]) for key in ("reason", "restart") if body.get(key)]
     return [f"{body.get('status')}: {'; '.join(words)}" if words else str(body.get("status"))]
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return f"no answer within {TIMEOUT:g} s"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error) or type(error).__name__
