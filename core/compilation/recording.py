@@ -17,7 +17,7 @@ import triton
 from triton.runtime._async_compile import FutureKernel, active_mode
 from triton.runtime.jit import JITFunction
 
-from engine.core.compilation.client import SHARED, SharedServer
+from engine.core.compilation.client import SHARED
 from engine.core.compilation.job import Job
 
 EMPTY = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
@@ -30,9 +30,8 @@ class CompilingElsewhere(triton.AsyncCompileMode):  # type: ignore[misc]
     A kernel is waited for when it is first launched. One that the server could not compile is compiled then.
     """
 
-    def __init__(self, servers: SharedServer = SHARED) -> None:
+    def __init__(self) -> None:
         super().__init__(None)
-        self._servers = servers
         self._compilations: dict[str, _Compilation] = {}
 
     def submit(self, key: str, compile_kernel: Callable[[], Any], finalize: Callable[[Any], None]) -> FutureKernel:
@@ -50,7 +49,7 @@ class CompilingElsewhere(triton.AsyncCompileMode):  # type: ignore[misc]
         with suppress(Exception):  # of a kernel that cannot be described
             job = Job.of(compile_kernel)
             encoded = job.encode()
-            if not job.is_compiled(key) and (server := self._servers.begin()) is not None:
+            if not job.is_compiled(key) and (server := SHARED.begin()) is not None:
                 return server.submit(encoded)
         return None
 
