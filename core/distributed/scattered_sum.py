@@ -69,7 +69,7 @@ class ScatteredSum(PartialSum):
 
     def order_norm_behind_current_stream(self) -> None:
         """Have the norm wait for what the current stream computes, not just for what it had when the sum started."""
-        self._scatter.order_norms_behind_current_stream()
+        self._scatter.order_norm_behind_current_stream()
 
     def gather(self, made: Sequence[torch.Tensor]) -> None:
         """Send tensors to all ranks: [this rank's rows, ...], computed by the norm's stream."""

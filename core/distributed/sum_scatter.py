@@ -85,7 +85,7 @@ class SumScatter(OverlappedSums):
         self._sent = [driver.event() for _ in range(SLOTS)]
         """Event per slot: they are copied to the other ranks."""
         self._read = driver.event()
-        """Event: the current stream has done what a norm must wait for (`order_norms_behind_current_stream`)."""
+        """Event: the current stream has done what a norm must wait for (`order_norm_behind_current_stream`)."""
         self._wait_flags = [[self._waits(slot, kind) for kind in (ADDEND, NORM)] for slot in range(SLOTS)]
         self._set_flags = [[self._sets(slot, kind) for kind in (ADDEND, NORM)] for slot in range(SLOTS)]
         self._in_progress: list[ScatteredSum] = []
@@ -163,7 +163,7 @@ class SumScatter(OverlappedSums):
             addends.append(memory.view(self.dtype).view(count, self.size))
         return OwnRows(addend, group, addends)
 
-    def order_norms_behind_current_stream(self) -> None:
+    def order_norm_behind_current_stream(self) -> None:
         """Have the next norm wait for what is launched in the current stream."""
         stream = current_stream(self._index)
         self._check(self._driver.record(self._read, stream) or self._driver.wait_event(self._side, self._read, 0))
