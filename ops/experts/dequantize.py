@@ -41,9 +41,10 @@ def _dequantize_kernel(
     row = tl.where(valid, row, 0)
     first = (expert.to(tl.int64) * blocks + tl.program_id(0)) * outputs
     words = tl.load(values + (first + row)[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :])
-    weights = unpack_block(words, scales + first * ENTRIES, row, outputs, FP4, ENTRIES, out.dtype.element_ty, ASM)
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    weights = unpack_block(words, scales + first * ENTRIES, row, outputs, FP4, ENTRIES, DTYPE, ASM, True)
     if FP4:
-        weights = (weights.to(tl.float32) * tl.load(factors + expert)).to(out.dtype.element_ty)
+        weights = (weights.to(tl.float32) * tl.load(factors + expert)).to(DTYPE)
     column = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     wait(PDL)  # the memory of `out` may still be read
     target = out + (expert.to(tl.int64) * outputs + row)[:, None] * inputs + column[None, :]

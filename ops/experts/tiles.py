@@ -14,6 +14,8 @@ ROW_CLASSES = (1, 8, 32, 128, 256, 512, 2048, 4096, 8192)
 """Row classes: a number of tokens uses the tiles of the smallest class that is not less, or of the last."""
 TILE_ROWS = (16, 32, 64, 128)
 """Rows of a tile, by default the smallest that hold an expert's rows where all have the same number."""
+FEW_ROWS = 8
+"""Rows of a tile of 4-bit weights on Hopper for at most as many tokens, of which no expert has more rows."""
 SHAPES = {
     16: ((32, 128, 4, 4), (64, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 5), (128, 64, 4, 4)),
     32: ((64, 64, 4, 4), (64, 128, 4, 4), (128, 64, 4, 4)),
@@ -23,6 +25,7 @@ SHAPES = {
 """(outputs, block_k, warps, stages) of the candidates, by rows of a tile; the first is the default, whose
 shared memory every GPU from compute capability 8.0 on has for 16-bit weights."""
 SHAPES_OF_4_BITS = {
+    FEW_ROWS: ((64, 4, 3), (64, 4, 4), (32, 2, 4)),
     16: ((64, 4, 3), (64, 4, 4), (32, 4, 6)),
     32: ((64, 4, 4), (64, 4, 3)),
     64: ((64, 8, 3), (64, 4, 4), (128, 8, 3)),
@@ -101,6 +104,8 @@ def candidates(shape: ExpertsShape, tokens: int) -> list[ExpertsTile]:
     default_rows = _default_rows(shape, tokens)
     first = TILE_ROWS.index(default_rows)
     all_rows = TILE_ROWS[first : first + MAX_CANDIDATE_ROWS]
+    if shape.format.is_4bit and shape.wgmma and tokens <= FEW_ROWS:
+        all_rows = (FEW_ROWS, *all_rows[:1])
     found = [tile for rows in all_rows for tile in _tiles(shape.format, rows)]
     if persistent.TILE_ROWS in all_rows and _can_persist(shape, tokens):
         found.insert(0 if default_rows == persistent.TILE_ROWS else len(found), _persistent_tile(shape))

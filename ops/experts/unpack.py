@@ -49,15 +49,16 @@ def int4_scale_code(is_bf16):
 
 
 @triton.constexpr_function
-def int4_code(field, is_bf16, added):
+def int4_code(field, is_bf16, added, scaled=True):
     """PTX that adds the pair of equal numbers of operand `added` to a field of two words, $1, and multiplies by the
-    pair $2."""
+    pair $2 if `scaled`."""
     dtype, power, one = ("bf16x2", "0x43004300", "0x3F803F80") if is_bf16 else ("f16x2", "0x64006400", "0x3C003C00")
-    return (
-        f"{{ .reg .b32 q, one, zero; mov.b32 one, {one}; mov.b32 zero, 0x80008000; shr.b32 q, $1, {4 * field};"
-        f" lop3.b32 q, q, 0x000F000F, {power}, 0xEA; fma.rn.{dtype} q, q, one, ${added};"
-        f" fma.rn.{dtype} $0, q, $2, zero; }}"
-    )
+    code = f"shr.b32 q, $1, {4 * field}; lop3.b32 q, q, 0x000F000F, {power}, 0xEA;"
+    if scaled:
+        code += f" fma.rn.{dtype} q, q, one, ${added}; fma.rn.{dtype} $0, q, $2, zero;"
+    else:
+        code += f" fma.rn.{dtype} $0, q, one, ${added};"
+    return f"{{ .reg .b32 q, one, zero; mov.b32 one, {one}; mov.b32 zero, 0x80008000; {code} }}"
 
 
 @triton.jit
@@ -84,7 +85,7 @@ def _fp4_pairs(words, entry, FIELD: tl.constexpr):
 
 
 @triton.jit
-def _int4_pairs(words, entry, FIELD: tl.constexpr, DTYPE: tl.constexpr):
+def _int4_pairs(words, entry, FIELD: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr):
     """Weights of DTYPE, bfloat16 or float16, by PTX. The rest as in `_unpack_field`."""
     SCALE_CODE: tl.constexpr = int4_scale_code(DTYPE.is_bf16())
     scale, offset = tl.inline_asm_elementwise(
@@ -95,7 +96,7 @@ def _int4_pairs(words, entry, FIELD: tl.constexpr, DTYPE: tl.constexpr):
         is_pure=True,
         pack=1,
     )
-    CODE: tl.constexpr = int4_code(FIELD, DTYPE.is_bf16(), 4)
+    CODE: tl.constexpr = int4_code(FIELD, DTYPE.is_bf16(), 4, SCALED)
     bits = tl.inline_asm_elementwise(
         CODE,
         "=r,r,r,r,r,r",
@@ -108,14 +109,28 @@ def _int4_pairs(words, entry, FIELD: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _unpack_field(words, entry, FIELD: tl.constexpr, FP4: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Scaled weights of a field of words, in DTYPE; those of kind fp4 divided by the matrix's factor.
+def int4_scale(entry, DTYPE: tl.constexpr):
+    """The scales of entries of kind int4, for weights of DTYPE: float32."""
+    return entry.to(tl.int16).to(tl.bfloat16 if DTYPE.is_bf16() else tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _unpack_field(
+    words,
+    entry,
+    FIELD: tl.constexpr,
+    FP4: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Weights of a field of words, in DTYPE; those of kind fp4 divided by the matrix's factor.
 
     words: [outputs, 32] int16; entry: [outputs] int32, from the scales of the field's group. The rest as in
     `unpack_block`.
     """
     if ASM:
-        weights = _fp4_pairs(words, entry, FIELD) if FP4 else _int4_pairs(words, entry, FIELD, DTYPE)
+        weights = _fp4_pairs(words, entry, FIELD) if FP4 else _int4_pairs(words, entry, FIELD, DTYPE, SCALED)
     elif FP4:
         bits = words.to(tl.int32)
         number = ((bits >> _FRACTIONS[FIELD] & 7) << 22) | ((bits >> _SIGNS[FIELD] & 1) << 31)
@@ -123,8 +138,10 @@ def _unpack_field(words, entry, FIELD: tl.constexpr, FP4: tl.constexpr, DTYPE: t
         weights = (number.to(tl.float32, bitcast=True) * scale[:, None]).to(DTYPE)
     else:
         q = (words.to(tl.int32) >> (4 * FIELD)) & 15
-        scale = entry.to(tl.int16).to(tl.bfloat16 if DTYPE.is_bf16() else tl.float16, bitcast=True)
-        weights = ((q - (entry >> 16)[:, None]).to(tl.float32) * scale.to(tl.float32)[:, None]).to(DTYPE)
+        weights = (q - (entry >> 16)[:, None]).to(tl.float32)
+        if SCALED:
+            weights *= int4_scale(entry, DTYPE)[:, None]
+        weights = weights.to(DTYPE)
     return weights
 
 
@@ -138,20 +155,22 @@ def unpack_block(
     ENTRIES: tl.constexpr,
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """The weights of a block in DTYPE, [outputs, 128]; those of kind fp4 divided by the matrix's factor.
 
     words: [outputs, 32] int16; scales: the block's, [ENTRIES, matrix_rows]; row: the outputs' rows in the matrix. ASM:
-    PTX may be used, and DTYPE is bfloat16, or of kind int4 float16.
+    PTX may be used, and DTYPE is bfloat16, or of kind int4 float16. SCALED: if not, weights of kind int4 are integers,
+    less their zero points.
     """
     entry0 = tl.load(scales + row)
     entry1 = tl.load(scales + ENTRIES // 4 * matrix_rows + row)
     entry2 = tl.load(scales + ENTRIES // 2 * matrix_rows + row)
     entry3 = tl.load(scales + 3 * ENTRIES // 4 * matrix_rows + row)
-    field0 = _unpack_field(words, entry0, 0, FP4, DTYPE, ASM)
-    field1 = _unpack_field(words, entry1, 1, FP4, DTYPE, ASM)
-    field2 = _unpack_field(words, entry2, 2, FP4, DTYPE, ASM)
-    field3 = _unpack_field(words, entry3, 3, FP4, DTYPE, ASM)
+    field0 = _unpack_field(words, entry0, 0, FP4, DTYPE, ASM, SCALED)
+    field1 = _unpack_field(words, entry1, 1, FP4, DTYPE, ASM, SCALED)
+    field2 = _unpack_field(words, entry2, 2, FP4, DTYPE, ASM, SCALED)
+    field3 = _unpack_field(words, entry3, 3, FP4, DTYPE, ASM, SCALED)
     # Fields before words: in the layout of an operand of the tensor cores no weight moves between threads.
     fields = tl.permute(tl.join(tl.join(field0, field2), tl.join(field1, field3)), [0, 2, 3, 1])
     return tl.reshape(fields, [words.shape[0], _BLOCK])

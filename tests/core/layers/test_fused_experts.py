@@ -16,7 +16,7 @@ from engine.core.layers import FusedExperts, LayerFactory
 from engine.core.layers.fused_experts import FusedPlainExperts
 from engine.core.quant import ExpertsSpec
 from engine.core.weights import DummySource, load_weights
-from engine.ops.experts.tiles import ROW_CLASSES, ExpertsShape, candidates, default_tile, other_down_tiles
+from engine.ops.experts.tiles import FEW_ROWS, ROW_CLASSES, ExpertsShape, candidates, default_tile, other_down_tiles
 from engine.ops.experts.weights import WeightFormat
 
 
@@ -80,6 +80,20 @@ def test_more_tokens_have_larger_tiles_by_default() -> None:
     shape = FusedExperts(spec, WeightFormat(kind="plain")).shape
     assert [default_tile(shape, tokens).rows for tokens in (1, 256, 512, 1024, 8192)] == [16, 16, 32, 64, 128]
     assert all(candidates(shape, tokens)[0] == default_tile(shape, tokens) for tokens in ROW_CLASSES)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (32, 4), (8, 8)])
+def test_4_bit_weights_have_tiles_of_few_rows_for_as_few_tokens(experts: int, top_k: int) -> None:
+    shape = ExpertsShape(
+        num_experts=experts, rank_experts=experts, top_k=top_k, hidden=64, intermediate=32,
+        format=WeightFormat(kind="int4", group=128), activation="silu", dtype="bfloat16", wgmma=True,
+    )  # fmt: skip
+    for tokens in ROW_CLASSES:
+        few = {FEW_ROWS} if tokens <= FEW_ROWS else set()
+        assert (default_tile(shape, tokens).rows == FEW_ROWS) == bool(few)
+        assert {tile.rows for tile in candidates(shape, tokens)} & {FEW_ROWS} == few
+        assert default_tile(evolve(shape, wgmma=False), tokens).rows > FEW_ROWS
+        assert default_tile(evolve(shape, format=WeightFormat(kind="plain")), tokens).rows > FEW_ROWS
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from engine.core.quant.experts import Routing
 from engine.ops.experts.dequantize import dequantize
 from engine.ops.experts.experts_mlp import ExpertsTile, ExpertsWeights, experts_mlp
 from engine.ops.experts.grouped_matmul import GroupedTile, grouped_matmul
+from engine.ops.experts.grouped_matmul_4bit import MAX_ROWS_OF_SCALED_SUMS
 from engine.ops.experts.one_token import RowsTile, experts_of_one_token
 from engine.ops.experts.pack import pack_fp4, pack_int4, scale_dtype
 from engine.ops.experts.quantize import quantize_activations
@@ -202,18 +203,29 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize(("case", "gated"), [*((case, False) for case in FORMATS), ("fp8 blocks", True), ("fp4", True)])
-def test_quantized_weights_are_multiplied_as_what_they_mean(case: str, gated: bool, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("case", "gated", "rows"),
+    [
+        *((case, False, 16) for case in FORMATS),
+        ("fp8 blocks", True, 16),
+        ("fp4", True, 8),
+        ("int4 in groups of 128", True, 8),
+        ("int4 in groups of 128", False, 32),
+    ],
+)
+def test_quantized_weights_are_multiplied_as_what_they_mean(
+    case: str, gated: bool, rows: int, device: torch.device
+) -> None:
     weight, meant = FORMATS[case](device)
     experts = routing_of("an expert without tokens", device).experts
-    pairs = PairSorter(EXPERTS, 2, device)(experts, 16)
+    pairs = PairSorter(EXPERTS, 2, device)(experts, rows)
     x = torch.randn(len(experts), meant.shape[2], device=device)
     tile = evolve(TILE, block_k=weight.format.block_k(TILE.block_k))
     found = grouped_matmul(
         x,
         weight,
         pairs,
-        16,
+        rows,
         tile,
         dtype=x.dtype,
         top_k=2,
@@ -229,7 +241,17 @@ def test_quantized_weights_are_multiplied_as_what_they_mean(case: str, gated: bo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("kind", "group", "rows", "number"), [("fp4", 32, 16, 0), ("int4", 64, 64, 0), ("fp4", 32, 128, 1)]
+    ("kind", "group", "rows", "number"),
+    [
+        *((kind, group, 8, 0) for kind, group in (("fp4", 32), ("int4", 64), ("int4", 128))),
+        ("fp4", 32, 8, 2),
+        ("int4", 128, 8, 2),
+        ("fp4", 32, 16, 0),
+        ("int4", 128, 16, 0),
+        ("int4", 64, 64, 0),
+        ("int4", 128, 64, 0),
+        ("fp4", 32, 128, 1),
+    ],
 )
 def test_tiles_of_4_bit_weights_multiply_bfloat16(
     kind: Any, group: int, rows: int, number: int, device: torch.device
@@ -256,8 +278,9 @@ def test_tiles_of_4_bit_weights_multiply_bfloat16(
     here = experts.flatten() >= 0
     expert = experts.flatten()[here].long()
     source = x.repeat_interleave(2, 0)[here].double()
-    rounded = meant.bfloat16().double()  # as the kernel multiplies; of kind fp4 exact
-    wanted = torch.einsum("pi,poi->po", source, rounded[expert]) + bias[expert].double()
+    # As the kernel multiplies: in tiles of few rows with a scale per block, and of kind fp4, weights are exact.
+    multiplied = meant.double() if group == 128 and rows <= MAX_ROWS_OF_SCALED_SUMS else meant.bfloat16().double()
+    wanted = torch.einsum("pi,poi->po", source, multiplied[expert]) + bias[expert].double()
     wanted = gated_activation("swiglu_oai")(wanted)
     assert float((found[here] - wanted).norm() / wanted.norm()) < 1e-5
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.ops.experts.grouped_matmul import GroupedTile, grouped_matmul
+from engine.ops.experts.grouped_matmul_4bit import MAX_ROWS_OF_SCALED_SUMS
 from engine.ops.experts.pack import pack_fp4, pack_int4, scale_dtype
 from engine.ops.experts.sort import PairSorter
 from engine.ops.experts.weights import ExpertMatrix, StackedWeight, WeightFormat
@@ -23,7 +24,9 @@ def skip_if_unsupported(dtype: torch.dtype, device: torch.device) -> None:
         pytest.skip("the interpreter multiplies no matrices of bfloat16")
 
 
-def unpacked(matrix: ExpertMatrix, form: WeightFormat, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def unpacked(
+    matrix: ExpertMatrix, form: WeightFormat, dtype: torch.dtype, device: torch.device, rows: int = 16
+) -> torch.Tensor:
     """The weights as the kernel multiplies them: [outputs, inputs] float32, from products with unit vectors."""
     weight = StackedWeight(
         values=matrix.values[None].to(device),
@@ -31,10 +34,10 @@ def unpacked(matrix: ExpertMatrix, form: WeightFormat, dtype: torch.dtype, devic
         scales=matrix.scales[None].to(device),
         factors=None if matrix.factor is None else matrix.factor[None].to(device),
     )
-    pairs = PairSorter(1, 1, device)(torch.zeros(INPUTS, 1, dtype=torch.int32, device=device), 16)
+    pairs = PairSorter(1, 1, device)(torch.zeros(INPUTS, 1, dtype=torch.int32, device=device), rows)
     x = torch.eye(INPUTS, dtype=dtype, device=device)
     tile = GroupedTile(outputs=64, block_k=128, warps=4, stages=2)
-    return grouped_matmul(x, weight, pairs, 16, tile, dtype=torch.float32, scatter=True).T.cpu()
+    return grouped_matmul(x, weight, pairs, rows, tile, dtype=torch.float32, scatter=True).T.cpu()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,9 +57,11 @@ def test_fp4_weights_are_exact_for_scales_of_any_size(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize(("group", "rows"), [(32, 16), (64, 16), (128, 8), (128, 16), (128, 32)])
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_int4_weights_are_rounded_once(group: int, symmetric: bool, dtype: torch.dtype, device: torch.device) -> None:
+def test_int4_weights_are_rounded_once_or_exact_where_sums_are_scaled(
+    group: int, rows: int, symmetric: bool, dtype: torch.dtype, device: torch.device
+) -> None:
     skip_if_unsupported(dtype, device)
     values = torch.arange(OUTPUTS * INPUTS, dtype=torch.int64).view(OUTPUTS, INPUTS) % 16
     groups = -(-INPUTS // group)
@@ -68,6 +73,7 @@ def test_int4_weights_are_rounded_once(group: int, symmetric: bool, dtype: torch
     def of_input(numbers: torch.Tensor) -> Any:
         return numbers.double().repeat_interleave(group, 0)[:INPUTS].T
 
-    meant = ((values - of_input(centre)) * of_input(scales)).to(dtype)
-    found = unpacked(matrix, WeightFormat(kind="int4", group=group), dtype, device)
+    is_exact = group == 128 and rows <= MAX_ROWS_OF_SCALED_SUMS
+    meant = ((values - of_input(centre)) * of_input(scales)).to(torch.float32 if is_exact else dtype)
+    found = unpacked(matrix, WeightFormat(kind="int4", group=group), dtype, device, rows)
     assert torch.equal(found, meant.float())
