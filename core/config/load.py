@@ -78,7 +78,7 @@ def flatten(config: EngineConfig) -> dict[str, Any]:
 
 
 def load_config(
-    file: Path | None = None,
+    file: str | Path | None = None,
     overrides: Mapping[str, object] = {},
     defaults: Mapping[str, tuple[object, str]] = {},
 ) -> Resolved:
@@ -92,7 +92,7 @@ def load_config(
     merge = _Merge()
     merge.add_defaults(defaults)
     if file is not None:
-        merge.add_file(file)
+        merge.add_file(Path(file))
     merge.add_overrides(overrides)
     if merge.problems:
         raise ConfigError("\n".join(merge.problems))

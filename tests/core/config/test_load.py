@@ -49,6 +49,11 @@ def test_the_command_line_goes_over_the_file_over_the_defaults(write: WriteFile)
     assert resolved.origins["cache.block_size"] == "default"
 
 
+def test_a_file_is_named_by_a_path_or_a_string(write: WriteFile) -> None:
+    file = write("[scheduler]\nmax_running = 3\n")
+    assert load_config(str(file)) == load_config(file)
+
+
 def test_toml_and_yaml_say_the_same(write: WriteFile) -> None:
     toml = write(
         '[attention]\nname = "x"\n[attention.options]\nsplits = 4\nnested = {a = [1, 2]}\n[plugins]\ndeny = ["a"]\n'
