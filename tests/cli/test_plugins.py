@@ -196,6 +196,20 @@ def test_check_asks_two_that_are_named_together(run: Any, with_extra: Any, engin
     assert "there is no attention plugin 'nothing'" in reason
 
 
+@pytest.mark.parametrize(
+    ("option", "section", "point"),
+    [("--attention", "attention", "attention"), ("--scheduler", "scheduler", "schedulers")],
+)
+def test_check_fails_where_the_configuration_names_a_plugin_that_is_not_installed(
+    run: Any, engine_checkpoint: Any, option: str, section: str, point: str
+) -> None:
+    result = run("plugins", "check", "--json", "--model", str(engine_checkpoint), option, "nothing")
+    assert result.exit_code == 1
+    [found] = [one for one in json.loads(result.stdout)["plugins"] if one["name"] == "nothing"]
+    assert (found["extension_point"], found["status"]) == (point, "broken")
+    assert found["reason"].startswith(f"there is no {section} plugin 'nothing'; known: ")
+
+
 def test_check_asks_about_the_model_class_that_is_named(engine_checkpoint: Path) -> None:
     config = EngineConfig(model=ModelConfig(path=str(engine_checkpoint), name="states"))
     for attention, advice in (("auto", ""), ("torch", "; leave attention.name (--attention) out")):
