@@ -21,6 +21,7 @@ from engine.core.grammars.limits import check_limits
 from engine.core.grammars.threads import CompileThreads
 from engine.core.grammars.tool_schemas import compile_with_tools
 from engine.core.grammars.vocabulary import grammar_vocabulary
+from engine.core.plugin_host.faults import said
 from engine.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class Grammars:
         except BaseException as error:
             log.exception("%s failed in compile()", self.owner)
             raise PluginError(
-                f"{self.owner} failed in compile(): {type(error).__name__}: {error}; the log says where"
+                f"{self.owner} failed in compile(): {type(error).__name__}: {said(error)}; the log says where"
             ) from None
 
     def _made(self) -> GrammarBackend[Any]:

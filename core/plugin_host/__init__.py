@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         PluginCall as PluginCall,
         name_fault as name_fault,
         raise_interrupt as raise_interrupt,
+        said as said,
     )
     from engine.core.plugin_host.guard import (
         STARTUP_CALLS as STARTUP_CALLS,
@@ -70,6 +71,7 @@ __getattr__, __dir__, __all__ = exports(
         "PluginCall",
         "name_fault",
         "raise_interrupt",
+        "said",
     ),
     guard=(
         "STARTUP_CALLS",

@@ -15,7 +15,7 @@ from attrs import define
 
 from engine.core.errors import EngineError, ExecutorError
 from engine.core.grammars.base import CompiledGrammar, GrammarMatcher
-from engine.core.plugin_host.faults import raise_interrupt
+from engine.core.plugin_host.faults import raise_interrupt, said
 from engine.core.transfer import to_device
 from engine.core.types import NO_TOKEN, NewSequence
 
@@ -251,7 +251,7 @@ class GrammarMasks:
         if isinstance(error, EngineError):
             log.warning("%s cannot go on by its grammar, of %s: %s", sequence, self._owner, error)
         else:
-            what = f"{type(error).__name__}: {error}"
+            what = f"{type(error).__name__}: {said(error)}"
             log.error("%s cannot go on: %s failed in %s(): %s", sequence, self._owner, method, what, exc_info=error)
 
     def _mask_of(self, tokens: Collection[int]) -> Mask:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 from engine.core.errors import EngineError
 from engine.core.grammars.base import CompiledGrammar, GrammarMatcher
-from engine.core.plugin_host.faults import raise_interrupt
+from engine.core.plugin_host.faults import raise_interrupt, said
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class GrammarDrafts:
                 "nothing is proposed any more for request %s, whose grammar, of %s, fails: %s",
                 self._request_id,
                 self._owner,
-                error if isinstance(error, EngineError) else f"{type(error).__name__}: {error}",
+                error if isinstance(error, EngineError) else f"{type(error).__name__}: {said(error)}",
                 exc_info=None if isinstance(error, EngineError) else error,
             )
             self._failed = True

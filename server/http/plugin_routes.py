@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Match, Route
 
 from engine.core.config import ServerConfig
 from engine.core.errors import InvalidRequestError, PluginError
-from engine.core.plugin_host import Plugins, raise_interrupt
+from engine.core.plugin_host import Plugins, raise_interrupt, said
 from engine.core.protocols import API, AnswerWriter, ApiError, Call, Conversation, Reply, Routes
 from engine.core.types import SamplingParams
 from engine.server.http.conversation import encode, respond
@@ -67,8 +67,8 @@ def plugin_routes(
         except BaseException as error:
             raise_interrupt(error)
             if warn:
-                said = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
-                log.warning("%s could not add its routes: %s", plugin, said)
+                reason = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {said(error)}"
+                log.warning("%s could not add its routes: %s", plugin, reason)
         else:
             found += routes.staged
             routes.staged = []

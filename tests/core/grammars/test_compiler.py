@@ -19,13 +19,18 @@ from engine.core.grammars.grammar import Grammar
 from engine.core.text.tokenizer import Tokenizer
 
 
+class UnreadableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
 class Nothing(CompiledGrammar):
     def matcher(self) -> GrammarMatcher:
         raise NotImplementedError
 
 
 class Backend(GrammarBackend[None]):
-    """Compiles `hold` when let go, refuses `no`, and breaks on `bug` and `exit`."""
+    """Compiles `hold` when let go, refuses `no`, and breaks on `bug`, `exit` and `unreadable`."""
 
     api = "1"
     kinds = frozenset({"regex"})
@@ -45,6 +50,8 @@ class Backend(GrammarBackend[None]):
             raise InvalidRequestError("not this one", "grammar")
         if grammar.source == "bug":
             raise KeyError("tide")
+        if grammar.source == "unreadable":
+            raise UnreadableError
         if grammar.source == "exit":
             raise SystemExit(3)
         if grammar.source.startswith("hold"):
@@ -145,7 +152,9 @@ def test_a_refusal_is_raised_again(make: Make, compile_it: Compile) -> None:
 
 
 @both
-@pytest.mark.parametrize(("source", "fault"), [("bug", "KeyError: 'tide'"), ("exit", "SystemExit: 3")])
+@pytest.mark.parametrize(
+    ("source", "fault"), [("bug", "KeyError: 'tide'"), ("exit", "SystemExit: 3"), ("unreadable", "UnreadableError: an")]
+)
 def test_a_fault_names_the_plugin(make: Make, compile_it: Compile, source: str, fault: str) -> None:
     with pytest.raises(PluginError, match=rf"grammar 'mine' failed in compile\(\): {fault}"):
         compile_it(make(), Grammar.regex(source))
