@@ -17,7 +17,25 @@ def load_yaml(text: str, where: str) -> Mapping[str, Any]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Refuses duplicate keys, of which SafeLoader silently takes the last."""
+        """Refuses duplicate keys, of which SafeLoader silently takes the last, and values that contain themselves."""
+
+        def __init__(self, stream: str) -> None:
+            super().__init__(stream)
+            self._open: list[str | None] = []
+            """Anchors of the nodes around the one being read; None where a node has none."""
+
+        def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+            """Read a value; refuse an alias of a value around it."""
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+            if isinstance(event, yaml.AliasEvent):
+                if event.anchor in self._open:
+                    problem, mark = f"the alias *{event.anchor} is within the value that it repeats", event.start_mark
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)  # type: ignore[arg-type]
+                return super().compose_node(parent, index)
+            self._open.append(event.anchor)
+            node: yaml.Node | None = super().compose_node(parent, index)
+            self._open.pop()
+            return node
 
         def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
             """Read a mapping; refuse a duplicate key. Merges (<<) are resolved later, and may repeat keys."""

@@ -36,3 +36,13 @@ def test_a_duplicate_key_is_refused_with_its_line(text: str) -> None:
 def test_a_value_that_cannot_be_constructed_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"engine.yml is not valid YAML: \w+"):
         load_yaml(text, "engine.yml")
+
+
+@pytest.mark.parametrize("text", ["a: &x [*x]", "a: &x {b: {c: *x}}", "&x\na: *x"], ids=["list", "mapping", "file"])
+def test_an_alias_within_the_value_that_it_repeats_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"engine.yml is not valid YAML: the alias \*x is within the value"):
+        load_yaml(text, "engine.yml")
+
+
+def test_an_alias_behind_its_value_is_read() -> None:
+    assert load_yaml("a: &x {b: &y [1]}\nc: *x\nd: *y", "engine.yml") == {"a": {"b": [1]}, "c": {"b": [1]}, "d": [1]}
