@@ -54,6 +54,11 @@ class Server:
         host, port = parts.hostname or "", parts.port or 80
         if parts.scheme != "http":
             raise ConfigError(f"--url {url!r} is not served by http; give one as http://127.0.0.1:8000")
+        if parts.path.rstrip("/") not in ("", "/v1"):
+            raise ConfigError(
+                f"--url {url!r} has a path, and the load is sent to /v1/completions of the host; give the URL of the"
+                f" server itself, as http://{authority(host, port)}"
+            )
         status, _ = get(host, port, "/health", api_key)
         if status != 200:
             raise ConfigError(

@@ -45,6 +45,18 @@ def test_levels_are_concurrencies_or_rates() -> None:
             levels_of(None, wrong)
 
 
+def test_a_url_with_a_path_is_refused_with_the_url_that_would_do() -> None:
+    with pytest.raises(ConfigError, match=r"has a path.*give the URL of the server itself, as http://gateway:81$"):
+        Server.at("http://gateway:81/llm", "", None)
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_a_url_may_end_in_v1(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"/health": (200, b""), "/v1/models": (200, b'{"data": [{"id": "m"}]}')}
+    monkeypatch.setattr(server_process, "get", lambda host, port, path, key: answers[path])
+    assert Server.at(f"http://gateway:81{path}", "", None).url == "http://gateway:81"
+
+
 def test_a_server_of_its_own_gets_a_free_port_unless_one_is_named() -> None:
     assert served_config(load_config()).server.port == 0
     assert served_config(load_config(overrides={"server.port": "8123"})).server.port == 8123
