@@ -40,7 +40,7 @@ def list_plugins(resolved: Resolved, as_json: AsJson = False) -> None:
             point: [
                 {
                     **{column: getattr(one, column) for column in columns},
-                    "status": "ambiguous" if _not_selectable(registry, one.name) else "",
+                    "status": "ambiguous" if _ambiguity(registry, one.name) else "",
                 }
                 for one in registry
             ]
@@ -124,18 +124,18 @@ def check_all(config: EngineConfig, plugins: Plugins) -> list[Verdict]:
     verdicts = []
     for point, registry in plugins.registries.items():
         for name in registry.names():
-            ambiguity = _not_selectable(registry, name)
+            ambiguity = _ambiguity(registry, name)
             if (point, name) in broken:
                 verdicts.append(Verdict(extension_point=point, name=name, status="broken", reason=broken[point, name]))
             elif ambiguity:
                 verdicts.append(Verdict(extension_point=point, name=name, status="ambiguous", reason=ambiguity))
             else:
                 verdicts.append(_ask(point, name, classes[point, name], questions[point]))
-    return verdicts + _check_unknown(config, plugins) + _check_pairs(config, plugins, questions)
+    return verdicts + _check_configured(config, plugins, questions)
 
 
-def _not_selectable(registry: Registry[Any], name: str) -> str:
-    """Why a name cannot be selected: two plugins claim it, or none offers it; empty if it can."""
+def _ambiguity(registry: Registry[Any], name: str) -> str:
+    """Why a registered name cannot be selected: another plugin claims it too; empty if it can."""
     try:
         registry.get(name)
     except PluginError as error:
@@ -143,34 +143,22 @@ def _not_selectable(registry: Registry[Any], name: str) -> str:
     return ""
 
 
-def _check_unknown(config: EngineConfig, plugins: Plugins) -> list[Verdict]:
-    """The verdicts on names that the configuration gives and no plugin has registered."""
-    from engine.core.plugin_host import EXTENSION_POINTS
-
-    verdicts = []
-    for point in EXTENSION_POINTS:
-        name, registry = getattr(config, point.section).name, plugins.registries[point.name]
-        pair = point.pairs and "," in name
-        if not pair and name not in (*registry.names(), AUTO, *([""] if point.optional else [])):
-            reason = _not_selectable(registry, name)
-            verdicts.append(Verdict(extension_point=point.name, name=name, status="broken", reason=reason))
-    return verdicts
-
-
-def _check_pairs(config: EngineConfig, plugins: Plugins, questions: Mapping[str, Asked]) -> list[Verdict]:
-    """The verdict on two plugins that the configuration names together."""
+def _check_configured(config: EngineConfig, plugins: Plugins, questions: Mapping[str, Asked]) -> list[Verdict]:
+    """The verdicts on what the configuration names and is no registered name: pairs, and names that no plugin has."""
     from engine.core.plugin_host import EXTENSION_POINTS, load_pair
 
     verdicts = []
     for point in EXTENSION_POINTS:
-        name = getattr(config, point.section).name
-        if point.pairs and "," in name:
-            try:
-                pair, _ = load_pair(point, plugins.registries[point.name], name)
-            except PluginError as error:
-                verdicts.append(Verdict(extension_point=point.name, name=name, status="broken", reason=str(error)))
-            else:
-                verdicts.append(_ask(point.name, name, pair, questions[point.name]))
+        name, registry = getattr(config, point.section).name, plugins.registries[point.name]
+        if name in registry.names() or name == AUTO or (point.optional and not name):
+            continue
+        is_pair = point.pairs and "," in name
+        try:
+            cls = load_pair(point, registry, name)[0] if is_pair else registry.get(name).load()
+        except PluginError as error:
+            verdicts.append(Verdict(extension_point=point.name, name=name, status="broken", reason=str(error)))
+        else:
+            verdicts.append(_ask(point.name, name, cls, questions[point.name]))
     return verdicts
 
 
