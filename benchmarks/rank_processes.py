@@ -49,7 +49,7 @@ def is_rank(arguments: argparse.Namespace, measure_rank: Callable[[argparse.Name
 
 
 def rows_of_first_rank(script: str, ranks: int, options: Sequence[str]) -> list[Row]:
-    """As `run_ranks`, of a script whose ranks end with `is_rank`: what rank 0 measured."""
+    """Run the ranks of a script, each of which ends with `is_rank`, and return what rank 0 measured."""
     with tempfile.TemporaryDirectory() as directory:
         found = run_ranks(script, ranks, options, Path(directory))
     return [Row(**row) for row in found[0]]

@@ -31,11 +31,11 @@ class SweepRun:
 
     @property
     def seconds(self) -> float:
-        """Since the beginning."""
+        """Seconds since the beginning."""
         return time.perf_counter() - self._begin
 
     def is_over(self, left_out: str) -> bool:
-        """Whether the time is over; then says what is left out."""
+        """Whether the time is over; if so, print what is left out. left_out: with its verb, as "decode is"."""
         if self.seconds <= self._limit:
             return False
         print(f"{left_out} left out: {self._limit:.0f} s are over", flush=True)

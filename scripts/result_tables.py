@@ -260,7 +260,7 @@ def startup_table() -> str:
     ]
     text = (
         "Seconds from the start of the process to the first token, imports included, by phase: of the first start, with"
-        f" empty caches of kernels, and of the median of two later ones (random weights). {where(reports[0][1])}"
+        f" empty caches of kernels, and of the median of later ones (random weights). {where(reports[0][1])}"
     )
     return section("Start-up", text, [table(("", *(f"{name}, {case}" for name, case in columns)), rows)])
 

@@ -101,7 +101,7 @@ def startup(
     rate = bandwidth * 1e12 if bandwidth is not None else copy_rate(find_device(config.executor.device).torch_name)
     # Every start writes the weights at least once.
     share = median.weights_bytes / rate / median.seconds
-    print_starts(starts, median, share)
+    print_starts(starts, share)
     if (hint := bytecode_hint()) is not None:
         say(hint)
     settings = {
@@ -128,23 +128,31 @@ def median_of_later(starts: Sequence[Start]) -> Start:
 
 
 def rows_of(starts: Sequence[Start], share: float) -> list[Row]:
-    """Totals and phases, of the first start and of the median of later ones. share: of the latter, of its floor."""
-    median = median_of_later(starts)
-    kinds = ((LATER, median), (FIRST, starts[0])) if len(starts) > 1 else ((FIRST, median),)
+    """Totals and phases of the median of later starts, if there are any, then of the first start.
+
+    share: the floor's share of the first of these totals.
+    """
+    kinds = [(FIRST, starts[0])]
+    if len(starts) > 1:
+        kinds.insert(0, (LATER, median_of_later(starts)))
     totals = [Row(metric="to the first token", case=case, value=one.seconds, unit="s") for case, one in kinds]
     totals[0] = evolve(totals[0], share=share)
     phases = [(name, case, spent) for case, one in kinds for name, spent in one.phases]
     return totals + [Row(metric=name, case=case, value=spent, unit="s") for name, case, spent in phases]
 
 
-def print_starts(starts: Sequence[Start], median: Start, share: float) -> None:
-    """Print phases in rows, starts in columns."""
+def print_starts(starts: Sequence[Start], share: float) -> None:
+    """Print phases in rows, starts in columns. share: the floor's share of the median of later starts."""
     names = list(dict.fromkeys(phase for one in starts for phase, _ in one.phases))
+    columns = {f"start {number + 1}": one for number, one in enumerate(starts)}
+    median = median_of_later(starts)
+    if len(starts) > 1:
+        columns["later, median"] = median
     print_table(
-        ("phase", *(f"start {number + 1}" for number in range(len(starts))), "later, median"),
+        ("phase", *columns),
         [
-            *((name, *(f"{dict(one.phases).get(name, 0.0):.3f}" for one in (*starts, median))) for name in names),
-            ("to the first token", *(f"{one.seconds:.3f}" for one in (*starts, median))),
+            *((name, *(f"{dict(one.phases).get(name, 0.0):.3f}" for one in columns.values())) for name in names),
+            ("to the first token", *(f"{one.seconds:.3f}" for one in columns.values())),
         ],
         title=f"start-up in seconds, {median.device}; writing {median.weights_bytes / 2**20:,.0f} MiB of weights at the"
         f" device's bandwidth would take {share:.2%} of it",
