@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 from engine.core import Engine, SamplingParams
 from engine.core.errors import CheckpointError
+from engine.plugins.quant.w8_cpu import DequantizeAtLoadKernel, IntegerKernel
+from engine.plugins.quant.w8_kernel import W8Kernel
 from engine.testing.checkpoints import make_checkpoint
 from engine.testing.ranks import threaded_ranks
 
@@ -93,6 +96,44 @@ def test_scales_computed_at_load_are_per_rank(method: str, plain: Any) -> None:
     prompt = len(PROMPT) - 1
     error, shared_error = (float((found - whole)[:prompt].norm() / whole[:prompt].norm()) for found in (one, two))
     assert 1e-5 < shared_error < max(1.5 * error, 0.01)
+
+
+def share_inputs(kernel: type[W8Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one rank compute row-parallel layers as two do: a sum of halves of the inputs, quantized each on its own."""
+    prepare, apply = kernel.prepare, kernel.apply
+
+    def prepare_halves(self: W8Kernel, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        if self.spec.parallel != "row":
+            return prepare(self, loaded)
+        halves = [{name: tensor.chunk(2, 1)[half] for name, tensor in loaded.items()} for half in (0, 1)]
+        return {f"{at} {name}": made for at, half in enumerate(halves) for name, made in prepare(self, half).items()}
+
+    def apply_halves(self: W8Kernel, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: Any) -> torch.Tensor:
+        if self.spec.parallel != "row":
+            return apply(self, x, weights, bias)
+        first, second = (
+            apply(self, part, {name[2:]: made for name, made in weights.items() if name[0] == at}, added)
+            for at, part, added in zip("01", x.chunk(2, -1), (bias, None), strict=True)
+        )
+        return first + second
+
+    monkeypatch.setattr(kernel, "prepare", prepare_halves)
+    monkeypatch.setattr(kernel, "apply", apply_halves)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3"])  # whose projections are stored apart, and fused
+@pytest.mark.parametrize(("method", "kernel"), [("int8", IntegerKernel), ("fp8", DequantizeAtLoadKernel)])
+def test_ranks_that_quantize_at_load_differ_from_one_by_their_scales_only(
+    method: str, kernel: type[W8Kernel], architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(tmp_path / "model", architecture, tokenizer=True)
+    _, one = scores(path, quant__name=method)
+    tokens, two = scores(path, 2, quant__name=method)
+    share_inputs(kernel, monkeypatch)
+    shared_tokens, shared = scores(path, quant__name=method)
+    torch.testing.assert_close(two, shared, rtol=1e-4, atol=1e-4)
+    assert tokens == shared_tokens
+    assert float((two - one).abs().max()) > 1e-2
 
 
 def test_int8_with_static_scales_is_the_same_on_two_ranks(plain: Any, tmp_path: Path) -> None:
