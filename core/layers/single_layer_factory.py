@@ -97,6 +97,8 @@ class SingleLayerFactory(ExpertLayers):
         self.tied = self._names.tied
         """Tensor that is not read -> the tensor used in its place, which must equal it."""
         self._quant_kernels = QuantKernels(quant, owners.get("quant", "the quantization method"), self._names)
+        self.quant_owner = "" if quant is None else self._quant_kernels.owner
+        """How errors name the plugin of the quantization method. Empty: there is none."""
         self.ignored += self._quant_kernels.ignored()
 
         self._classes = PLAIN

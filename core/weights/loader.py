@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from engine.core.layers.kernel_layer import KernelLayer
 from engine.core.layers.layer_factory import LayerFactory
 from engine.core.plugin_host.faults import blame
 from engine.core.quant.base import TensorSpec
 from engine.core.weights.readers import PendingReads, ReaderPool, ReadTask, auto_threads
 from engine.core.weights.sources import WeightSource, shard_range
+from engine.core.weights.tensor_owners import TensorOwners
 
 READ_AHEAD_BYTES = 512 << 20
 """Bytes of tensors (512 MiB) that are read ahead of the layer being filled. A larger layer is read alone."""
@@ -54,9 +56,13 @@ def load_weights(
         checked.result()
 
 
-def _owners(layers: LayerFactory) -> Mapping[str, str]:
-    """How errors name the plugins that ask for tensors of layers, by the tensor's name."""
-    return {name: owner for layer in layers.layers for name, owner in layer.tensor_owners.items()}
+def _owners(layers: LayerFactory) -> TensorOwners:
+    """The plugins that ask for tensors of layers."""
+    return TensorOwners(
+        by_tensor={name: owner for layer in layers.layers for name, owner in layer.tensor_owners.items()},
+        quant=layers.quant_owner,
+        has_kernels=any(isinstance(layer, KernelLayer) and not layer.has_core_kernel for layer in layers.layers),
+    )
 
 
 class _ReadAhead:

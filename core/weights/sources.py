@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
@@ -19,16 +19,13 @@ from engine.core.weights.checkpoint import INDEX, PICKLES, SINGLE, Checkpoint, l
 from engine.core.weights.host_memory import host_tensor
 from engine.core.weights.readers import ReadTask
 from engine.core.weights.tensor_file import TensorFile
+from engine.core.weights.tensor_owners import MODEL, Owners, TensorOwners
 
 if TYPE_CHECKING:
     from engine.core.config.tree import ModelConfig
 
 ONE = (1,)
 """Shape of a TensorSpec of one number, which a checkpoint may store with any number of dimensions."""
-Owners = Callable[[], Mapping[str, str]]
-"""Returns the plugins that ask for tensors, as errors name them, by the tensor's name. MODEL asks for all others."""
-MODEL = "the model"
-"""How errors name what asks for a tensor that no plugin asks for."""
 
 
 class WeightSource(ABC):
@@ -47,7 +44,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def check(
-        self, specs: Mapping[str, TensorSpec], ignored: Sequence[str], owners: Owners = dict
+        self, specs: Mapping[str, TensorSpec], ignored: Sequence[str], owners: Owners = TensorOwners
     ) -> Mapping[str, int]:
         """Check, before any tensor is read, that the source has all tensors of `specs` that are not optional.
 
@@ -83,6 +80,7 @@ class SafetensorsSource(WeightSource):
         Raises CheckpointError if a file is missing or damaged, and for weights in other formats.
         """
         self._directory = checkpoint.path
+        self._checkpoint = checkpoint
         self._file_of = self._locate()
         self._prefixes = FormerPrefixes({}, ())
         self._files = {name: TensorFile(checkpoint.path / name) for name in sorted(set(self._file_of.values()))}
@@ -99,7 +97,7 @@ class SafetensorsSource(WeightSource):
         self._prefixes = FormerPrefixes(former, self._file_of)
 
     def check(
-        self, specs: Mapping[str, TensorSpec], ignored: Sequence[str], owners: Owners = dict
+        self, specs: Mapping[str, TensorSpec], ignored: Sequence[str], owners: Owners = TensorOwners
     ) -> Mapping[str, int]:
         """As WeightSource.check, by the files' headers; shapes and types, too."""
         stored = {name: self._in_file(stored_tensor(name, spec)) for name, spec in specs.items()}
@@ -109,12 +107,13 @@ class SafetensorsSource(WeightSource):
             if not spec.optional and stored[name] not in self._file_of
         }
         if missing:
-            names, owner_of = sorted(set(missing.values())), owners()
-            askers = sorted({owner_of.get(name, MODEL) for name in missing})
+            names, asked = sorted(set(missing.values())), owners()
+            askers = sorted({asked.of(name) for name in missing})
+            hint = asked.hint(self._file_of, set(stored.values()), self._checkpoint.quantization)
             raise CheckpointError(
                 f"{self._directory} lacks {len(names)} tensor(s) that {' and '.join(askers)}"
                 f" {'needs' if len(askers) == 1 else 'need'}: {listed(names)};"
-                f" it has {len(self._file_of)} in {listed(sorted(self._files))}"
+                f" it has {len(self._file_of)} in {listed(sorted(self._files))}{hint and '; ' + hint}"
             )
         wanted = set(stored.values())
         left_over = [
@@ -126,11 +125,12 @@ class SafetensorsSource(WeightSource):
             )
         ]
         if left_over:
-            others = sorted(set(owners().values()))
-            know = f"neither {' nor '.join([MODEL, *others])} knows" if others else f"{MODEL} does not know"
+            asked = owners()
+            know = f"neither {' nor '.join([MODEL, *asked.names])} knows" if asked.names else f"{MODEL} does not know"
+            hint = asked.hint(self._file_of, wanted, self._checkpoint.quantization)
             raise CheckpointError(
                 f"{self._directory} has {len(left_over)} tensor(s) that {know}: {listed(left_over)};"
-                " config.json or the architecture may not be those of these weights"
+                f" {hint or 'config.json or the architecture may not be those of these weights'}"
             )
         return {
             name: self._check(name, stored[name], spec, owners)
@@ -226,13 +226,9 @@ class SafetensorsSource(WeightSource):
             len(shape) == len(expected) and all(want in (-1, size) for want, size in zip(expected, shape, strict=True))
         )
         if not fits:
-            raise CheckpointError(
-                f"{where} has shape {list(shape)}; {owners().get(name, MODEL)} expects {list(expected)}"
-            )
+            raise CheckpointError(f"{where} has shape {list(shape)}; {owners().of(name)} expects {list(expected)}")
         if dtype not in spec.dtypes:
-            raise CheckpointError(
-                f"{where} is of type {dtype}; {owners().get(name, MODEL)} expects {' or '.join(spec.dtypes)}"
-            )
+            raise CheckpointError(f"{where} is of type {dtype}; {owners().of(name)} expects {' or '.join(spec.dtypes)}")
         return _nbytes(shape if spec.stored_in is None else spec.shape, dtype)
 
 
@@ -243,7 +239,7 @@ class DummySource(WeightSource):
         self._seed = seed
 
     def check(
-        self, specs: Mapping[str, TensorSpec], ignored: Sequence[str], owners: Owners = dict
+        self, specs: Mapping[str, TensorSpec], ignored: Sequence[str], owners: Owners = TensorOwners
     ) -> Mapping[str, int]:
         """All tensors but optional ones exist, in the first dtype that their specs accept."""
         unknown = [name for name, spec in specs.items() if not spec.optional and -1 in spec.shape]

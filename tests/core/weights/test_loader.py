@@ -174,9 +174,28 @@ class Method(QuantMethod[None]):
         return kernel
 
 
+class Blind(Method):
+    """A quantization method whose kernels ask for no tensors."""
+
+    def linear(self, spec: LinearSpec) -> PlainKernel:
+        kernel: Any = super().linear(spec)
+        kernel.tensors = dict
+        return kernel
+
+
+class Plain(Method):
+    """A quantization method that quantizes no layer."""
+
+    def linear(self, spec: LinearSpec) -> Any:
+        return None
+
+
+OWNERS = {"quant": "quant 'mine' of engine-mine 0.4"}
+MINE = r"quant 'mine' of engine-mine 0\.4"
+
+
 def quantized_network(**asked: TensorSpec) -> Network:
-    owners = {"quant": "quant 'mine' of engine-mine 0.4"}
-    return Network(LayerFactory(dtype="float32", device="cpu", quant=Method(**asked), owners=owners))
+    return Network(LayerFactory(dtype="float32", device="cpu", quant=Method(**asked), owners=OWNERS))
 
 
 @pytest.mark.parametrize(
@@ -217,6 +236,41 @@ def test_unexpected_tensors_name_the_quantization_method(tmp_path: Path) -> None
     expected = r"has 1 .* that neither the model nor quant 'mine' of engine-mine 0\.4 knows: up\.scale;"
     with pytest.raises(CheckpointError, match=expected):
         quantized_network().load(write(tmp_path, random_tensors() | {"up.scale": torch.zeros(1)}))
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4}
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "message"),
+    [
+        (Blind, GPTQ, r"has 9 .* that neither the model nor {} knows: .*are quantized \(gptq\), and {} reads no quant"),
+        (Blind, {}, r"has 3 .* that neither the model nor {} knows: .*; {} reads no tensors of the layers"),
+        (Plain, GPTQ, r"lacks 3 .* that the model needs: .*are quantized \(gptq\), and {} reads no quantized tensors"),
+        (Plain, {}, r"lacks 3 .* that the model needs: .* no quantization_config that says how, and {} does not"),
+    ],
+)
+def test_method_that_reads_no_quantized_tensors_is_named(
+    tmp_path: Path, method: type[Method], config: dict[str, Any], message: str
+) -> None:
+    tensors = random_tensors()
+    if config or method is Plain:
+        for part in ("gate", "up", "down"):
+            del tensors[f"{part}.weight"]
+            tensors |= {f"{part}.{end}": torch.zeros(1) for end in ("qweight", "qzeros", "scales")}
+    write(tmp_path, tensors)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config} if config else {}))
+    layers = LayerFactory(dtype="float32", device="cpu", quant=method(), owners=OWNERS)
+    with pytest.raises(CheckpointError, match=message.format(*[MINE] * 2) + r".*choose another method with --quant"):
+        Network(layers).load(tmp_path)
+
+
+def test_unexpected_tensors_of_no_layer_do_not_count_as_quantized(tmp_path: Path) -> None:
+    write(tmp_path, random_tensors() | {"extra.weight": torch.zeros(1)})
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gptq"}}))
+    layers = LayerFactory(dtype="float32", device="cpu", quant=Plain(), owners=OWNERS)
+    with pytest.raises(CheckpointError, match=r"the model does not know: extra\.weight; config\.json or the arch"):
+        Network(layers).load(tmp_path)
 
 
 def test_unexpected_tensors_are_an_error(tmp_path: Path) -> None:
@@ -262,7 +316,7 @@ class SlowSource(WeightSource):
         self.gates = {}
         self.failing = None
 
-    def check(self, specs: Any, ignored: Any, owners: Any = dict) -> Any:
+    def check(self, specs: Any, ignored: Any, owners: Any = None) -> Any:
         return {name: 4 * torch.Size(spec.shape).numel() for name, spec in specs.items()}
 
     def allocate(self, name: Any, spec: Any, *, rank: Any, ranks: Any, device: Any) -> Any:
