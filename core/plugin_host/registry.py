@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import pluggy
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Manifest = tuple[tuple[str, str, str], ...]
 """(plugin, distribution, version) of each loaded plugin, in the order of loading."""
+
+SLOW_HOOK_SECONDS = 3.0
+"""Time after which the log names a plugin whose observing hook has not returned: before the server ends the process."""
 
 _log = logging.getLogger(__name__)
 
@@ -168,10 +173,17 @@ class Plugins:
     """One for each plugin in `loaded`, in the same order."""
 
     def notify(self, hook: str, **arguments: object) -> None:
-        """Call an observing hook of every plugin, the last loaded first. What a plugin raises is logged."""
+        """Call an observing hook of every plugin, the last loaded first. What a plugin raises is logged.
+
+        A hook that does not return is waited for; after SLOW_HOOK_SECONDS (3 s) the log names its plugin.
+        """
         for plugin, manager in reversed(list(zip(self.loaded, self.managers, strict=True))):
+            caller = getattr(manager.hook, hook)
+            if not caller.get_hookimpls():
+                continue
             try:
-                getattr(manager.hook, hook)(**arguments)
+                with _slowness_logged(plugin, hook):
+                    caller(**arguments)
             except BaseException as error:
                 raise_interrupt(error)
                 _log.exception("%s failed in %s(), which only observes; the engine goes on", plugin, hook)
@@ -243,3 +255,17 @@ class Plugins:
             f"this process {' and '.join(difference) or 'loaded the plugins in another order'}; all processes of one "
             "engine must load the same plugins: start them in the same Python environment"
         )
+
+
+@contextmanager
+def _slowness_logged(plugin: PluginInfo, hook: str) -> Iterator[None]:
+    """Log that a hook is waited for, if the `with` block takes longer than SLOW_HOOK_SECONDS."""
+    message = "%s has been in %s() for %g s, which holds up the engine until it returns"
+    timer = threading.Timer(SLOW_HOOK_SECONDS, _log.warning, (message, plugin, hook, SLOW_HOOK_SECONDS))
+    timer.daemon = True
+    with suppress(RuntimeError):  # Python exits, and starts no more threads
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

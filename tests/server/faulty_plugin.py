@@ -2,7 +2,8 @@
 
 Options: at (start, prefill or decode; the last two after the rehearsal, which ends with its only decode step);
 do (kill, memory, bug, wait: a moment, or part: abort the rank groups).
-With the environment variable FAULTY_HOLDS it holds up the exit of each process that imports it.
+With the environment variable FAULTY_HOLDS=exit it holds up the exit of each process that imports it; with
+FAULTY_HOLDS=hook it does not return from engine_stopped.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ def hold_up() -> None:
     time.sleep(1000)
 
 
-if "FAULTY_HOLDS" in os.environ:
+if os.environ.get("FAULTY_HOLDS") == "exit":
     atexit.register(hold_up)
+
+
+@hookimpl
+def engine_stopped(engine: Any) -> None:
+    if os.environ.get("FAULTY_HOLDS") == "hook":
+        hold_up()
 
 
 @hookimpl

@@ -137,17 +137,27 @@ HELD = "the exit of this process is held up by hold_up() ("
 def test_a_plugin_that_holds_up_the_exit_is_named_and_the_server_ends(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAULTY_HOLDS", "")
+    monkeypatch.setenv("FAULTY_HOLDS", "exit")
     server = start()
     assert server.stop() == 0
     assert server.errors.count(HELD) == 3  # front end, engine process and main process
     assert "Traceback" not in server.errors
 
 
+def test_a_hook_that_does_not_return_is_named_and_the_server_ends(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULTY_HOLDS", "hook")
+    server = start()
+    assert server.stop() == 0
+    assert server.errors.count("plugin 'faulty' of faulty 1.0 has been in engine_stopped() for 3 s") == 1
+    assert server.errors.count(HELD) == 1  # the engine process
+
+
 def test_a_plugin_that_holds_up_the_exit_does_not_hide_why_the_server_cannot_start(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAULTY_HOLDS", "")
+    monkeypatch.setenv("FAULTY_HOLDS", "exit")
     server = start("--attention", "faulty", "--attention-option", "at=start", "--attention-option", "do=bug")
     assert server.process.returncode == 2
     assert "error: the worker of rank 0 " in server.errors

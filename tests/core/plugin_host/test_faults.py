@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +20,7 @@ from engine.core.errors import CheckpointError, ConfigError, EngineError, Execut
 from engine.core.hooks import hookimpl
 from engine.core.layers import Layer
 from engine.core.layers.linear import PlainKernel
+from engine.core.plugin_host import registry
 from engine.core.plugin_host.faults import blame
 from engine.core.plugin_host.load import load_plugins
 from engine.core.runner.runner import Runner
@@ -357,6 +360,41 @@ def test_an_observing_hook_that_fails_is_logged_and_the_engine_goes_on(
     assert record.getMessage().startswith(f"plugin 'Listener' of object failed in {name}()")
     assert record.exc_info is not None
     assert record.exc_info[1] is error
+
+
+@pytest.mark.parametrize("name", ["engine_started", "engine_stopped"])
+def test_an_observing_hook_that_does_not_return_is_named_while_it_is_waited_for(
+    make_engine: Any, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registry, "SLOW_HOOK_SECONDS", 0.01)
+    expected = f"plugin 'Listener' of object has been in {name}() for 0.01 s, which holds up the engine until"
+    seen = []
+
+    def hang(engine: Any) -> None:
+        deadline = time.monotonic() + 30
+        while not any(expected in message for message in caplog.messages) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.append(engine)
+
+    engine = make_engine(type("Listener", (), {name: staticmethod(hookimpl(hang))})())
+    engine.close()
+    assert seen == [engine]
+    assert len([message for message in caplog.messages if expected in message]) == 1
+
+
+def test_an_observing_hook_is_called_when_no_thread_can_be_started(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    called = []
+
+    def note(engine: Any) -> None:
+        called.append(engine)
+
+    engine = make_engine(type("Listener", (), {"engine_stopped": staticmethod(hookimpl(note))})())
+    monkeypatch.setattr(threading.Timer, "start", raising(RuntimeError("can't create new thread at shutdown")))
+    engine.close()
+    assert called == [engine]
+    assert not [message for message in caplog.messages if "only observes" in message]
 
 
 @pytest.mark.usefixtures("tidal")
