@@ -446,14 +446,19 @@ def test_the_tests_of_the_page_pass(folder: Path) -> None:
 
 
 def test_the_tutorial_builds_a_plugin_that_passes_its_tests(tmp_path: Path) -> None:
-    """Its files as they stand there, installed as pip would: a package, and its entry point."""
+    """Its files as they stand there, installed as pip would: a package, and its entry point.
+
+    The folder is in a clone, whose settings of pytest need pytest-timeout, which the tutorial does not install.
+    """
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "--strict-config"\nunknown = 1\n')
+    tmp_path /= "patient"
     text = (Path(__file__).parent.parent / "docs" / "tutorial.md").read_text(encoding="utf-8")
     files = {
         name: source
         for _, name, source in re.findall(r"^```(\w+)\n# (\S+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     }
     for name, source in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(source)
     project = tomllib.loads(files["pyproject.toml"])["project"]
     info = tmp_path / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
