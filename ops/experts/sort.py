@@ -30,11 +30,11 @@ TILES = 32
 """Maximum number of tiles that a program places. Enough programs are launched for that, some perhaps without pairs."""
 MAX_COUNTED = 8192
 """Maximum number of pairs of which each program counts all."""
-MAX_FEW = 2048
+MAX_FEW = 4096
 """Maximum number of pairs of which each is compared with all."""
-FEW_PLACED = 32
-"""Pairs that a program places where there are at most MAX_FEW."""
-FEW_COMPARED = 256
+FEW_PLACED = 16
+"""Pairs that a program places where there are at most MAX_FEW: all programs run at the same time."""
+FEW_COMPARED = 128
 """Pairs that these are compared with at a time."""
 MIN_BINS = 32
 """Minimum bins of a histogram, so that each thread of a warp has one."""
@@ -200,13 +200,13 @@ def _sort_few_kernel(
         # A pair's row is the number of pairs with a smaller expert, or the same and a smaller number.
         mine = (block - 1) * PLACED + tl.arange(0, PLACED)
         my_id = tl.load(experts + mine, mask=mine < pairs, other=-1)
-        row = tl.zeros([PLACED], tl.int32)
+        before = tl.zeros([PLACED, COMPARED], tl.int32)
         for begin in tl.static_range(0, PAIRS, COMPARED):
             other = begin + tl.arange(0, COMPARED)
             other_ids = tl.load(experts + other, mask=other < pairs, other=-1)
             key = tl.where(other_ids >= 0, other_ids * PAIRS + other, 2**31 - 1)
-            row += tl.sum((key[None, :] < (my_id * PAIRS + mine)[:, None]).to(tl.int32), axis=1)
-        tl.store(order + row, mine, mask=my_id >= 0)
+            before += (key[None, :] < (my_id * PAIRS + mine)[:, None]).to(tl.int32)
+        tl.store(order + tl.sum(before, axis=1), mine, mask=my_id >= 0)
 
 
 class PairSorter:
