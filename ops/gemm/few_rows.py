@@ -1,4 +1,4 @@
-"""Loads, operands and stores of the kernels for up to 8 rows of x, which multiply by mma.sync from registers.
+"""Loads, operands and stores of the kernels for few rows of x, which multiply by mma.sync from registers.
 
 See w4a16_few_rows.py.
 """
@@ -15,7 +15,7 @@ from engine.ops.gemm.persistent_w4a16 import RUN, SPAN, row_of_lane
 from engine.ops.gemm.skinny import GATED
 
 COLUMNS = gl.constexpr(8)
-"""Rows of x, at most."""
+"""Rows of x of the smallest tile, which are those of mma.sync."""
 
 
 @gluon.jit
@@ -31,12 +31,13 @@ def left_of(pairs, FIELDS: gl.constexpr, LEFT: gl.constexpr, DTYPE: gl.constexpr
 
 @gluon.jit
 def right_of(pairs, FIELDS: gl.constexpr, RIGHT: gl.constexpr, DTYPE: gl.constexpr):
-    """Pairs of inputs of FIELDS fields, [warps, SPAN / 2, COLUMNS * FIELDS] int32 with fields innermost, in the order
+    """Pairs of inputs of FIELDS fields, [warps, SPAN / 2, columns * FIELDS] int32 with fields innermost, in the order
     of `left_of`: the right operand."""
+    SIZE: gl.constexpr = pairs.shape[2] // FIELDS
     both = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).to(DTYPE, bitcast=True)
-    parts = gl.reshape(both, [pairs.shape[0], 2, 4, 2, 2, COLUMNS, FIELDS, 2])
+    parts = gl.reshape(both, [pairs.shape[0], 2, 4, 2, 2, SIZE, FIELDS, 2])
     ordered = gl.permute(parts, [0, 1, 3, 6, 4, 2, 7, 5])
-    flat = gl.reshape(ordered, [pairs.shape[0], SPAN * FIELDS, COLUMNS])
+    flat = gl.reshape(ordered, [pairs.shape[0], SPAN * FIELDS, SIZE])
     return gl.convert_layout(flat, RIGHT, assert_trivial=True)
 
 
@@ -53,14 +54,25 @@ def load_blocks(places, block, blocks, stride):
 
 
 @gluon.jit
-def places_in_x(x, rows, inputs, FIELDS: gl.constexpr, WARPS: gl.constexpr, LAYOUT: gl.constexpr):
+def places_in_x(
+    x,
+    rows,
+    inputs,
+    FIELDS: gl.constexpr,
+    WARPS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    SIZE: gl.constexpr = COLUMNS,
+    first_row=0,
+):
     """Arguments of `load_x` for the first block of each warp: `warp`, `column`, `places` and `present`.
 
-    x: [rows, inputs / 2] int32, contiguous. FIELDS: per block. LAYOUT: of [WARPS, SPAN / 2, COLUMNS].
+    x: [rows, inputs / 2] int32, contiguous. FIELDS: per block. LAYOUT: of [WARPS, SPAN / 2, SIZE]. SIZE: rows of x,
+    from `first_row` on.
     """
     warp = gl.expand_dims(gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))), 1), 2)
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, SPAN // 2, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
-    m = gl.expand_dims(gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))), 0), 1)
+    m = gl.expand_dims(gl.expand_dims(gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))), 0), 1)
+    m += first_row
     column = warp * (FIELDS * SPAN // 2) + k
     return warp, column, x + (m * (inputs // 2) + column), m < rows
 
@@ -81,7 +93,7 @@ def load_x(
 ):
     """The inputs of COUNT fields, from FIRST on, of a block per warp, from block `base` on: pairs as one int32.
 
-    places: [warps, SPAN / 2, COLUMNS] pointers to x's inputs of field 0 of the first blocks, which are the pairs
+    places: [warps, SPAN / 2, columns] pointers to x's inputs of field 0 of the first blocks, which are the pairs
     `column` of a row. present: which columns x has. FIELDS: weights per word, that is, spans per block."""
     found = ()
     for field in gl.static_range(FIRST, FIRST + COUNT):
@@ -135,9 +147,11 @@ def receive_sums(buffer, ROWS: gl.constexpr, OTHERS: gl.constexpr, LAYOUT: gl.co
 
 
 @gluon.jit
-def store(out, total, bias, first, rows, weight_rows, EPILOGUE: gl.constexpr, BIAS: gl.constexpr):
-    """Apply bias and epilogue and store. total: [rows of W, COLUMNS] float32, from row `first` of the tiles on."""
+def store(out, total, bias, first, rows, weight_rows, EPILOGUE: gl.constexpr, BIAS: gl.constexpr, first_row=0):
+    """Apply bias and epilogue and store. total: [rows of W, rows of x] float32, from row `first` of the tiles and
+    `first_row` of x on."""
     TILE: gl.constexpr = total.shape[0]
+    SIZE: gl.constexpr = total.shape[1]
     if BIAS:
         lane = gl.arange(0, TILE, gl.SliceLayout(1, total.type.layout))
         row = row_of_lane(first, lane, weight_rows, EPILOGUE)
@@ -145,12 +159,12 @@ def store(out, total, bias, first, rows, weight_rows, EPILOGUE: gl.constexpr, BI
     if EPILOGUE >= GATED:
         outputs = weight_rows // 2
         begin = first // 2
-        gate, up = total.reshape((TILE // (2 * RUN), 2, RUN, COLUMNS)).permute((0, 2, 3, 1)).split()
-        value = activate(gate, up, EPILOGUE - GATED).reshape((TILE // 2, COLUMNS))
+        gate, up = total.reshape((TILE // (2 * RUN), 2, RUN, SIZE)).permute((0, 2, 3, 1)).split()
+        value = activate(gate, up, EPILOGUE - GATED).reshape((TILE // 2, SIZE))
     else:
         outputs = weight_rows
         begin = first
         value = total
     output = gl.expand_dims(begin + gl.arange(0, value.shape[0], gl.SliceLayout(1, value.type.layout)), 1)
-    m = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, value.type.layout)), 0)
+    m = first_row + gl.expand_dims(gl.arange(0, SIZE, gl.SliceLayout(0, value.type.layout)), 0)
     gl.store(out + m * outputs + output, value.to(out.dtype.element_ty), mask=(output < outputs) & (m < rows))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from engine.ops.gemm.weight_only_tiles import WeightOnlyShape
 
 MAX_FEW_ROWS = 8
-"""Rows of x, at most."""
+"""Rows of x for which these tiles are the rule, at most; autotuning tries some for more rows of small 4-bit weights."""
 REGISTERS = 65536
 """Registers of a multiprocessor."""
 MAX_REGISTERS = 255
@@ -31,7 +31,7 @@ MAX_FEW_TILES = 0.65
 
 @frozen(kw_only=True)
 class FewRowsTile:
-    """A tile of the kernels for up to MAX_FEW_ROWS rows of x, for GPUs with wgmma: it was not measured on others."""
+    """A tile of the kernels for few rows of x, for GPUs with wgmma: it was not measured on others."""
 
     rows: int
     """Rows of W: a multiple of 16."""
@@ -40,20 +40,23 @@ class FewRowsTile:
     ahead: int
     """Blocks of each warp that are loaded before the first is multiplied."""
     x_ahead: int
-    """Fields of x that are loaded ahead of those being multiplied: 2 or 4, or 0 for a block at a time, when needed.
-    Of 8-bit weights at most those of `ahead` blocks."""
+    """Fields of x that are loaded ahead of those being multiplied: 1, 2 or 4, or 0 for a block at a time, when
+    needed. Of 8-bit weights at most those of `ahead` blocks."""
     programs: int
     """Programs per multiprocessor, for which there are registers."""
     row_warps: int = 1
     """Warps that divide the rows of W, and read the same x; the others divide the inputs."""
     splits: int = 1
     """Split-K: programs that divide the inputs of one tile. Of 8-bit weights only."""
+    columns: int = MAX_FEW_ROWS
+    """Rows of x. 8-bit weights have one tile of at most 8."""
 
     def __str__(self) -> str:
         return (
             f"{self.rows} rows of W, {self.warps} warps, {self.ahead} blocks and {self.x_ahead} fields of x ahead,"
             f" {self.programs} programs, {self.row_warps} row warps"
             f"{f', {self.splits} splits' if self.splits > 1 else ''}"
+            f"{f', {self.columns} rows of x' if self.columns > MAX_FEW_ROWS else ''}"
         )
 
     @property
@@ -61,10 +64,9 @@ class FewRowsTile:
         """Maximum registers per thread."""
         return min(REGISTERS // (32 * self.warps * self.programs) // 8 * 8, MAX_REGISTERS)
 
-    def grid(self, weight_rows: int, rows: int) -> tuple[int, int]:
-        """Launch grid for this number of rows of W."""
-        assert rows <= MAX_FEW_ROWS, f"{rows} rows of x; at most {MAX_FEW_ROWS}"
-        return -(-weight_rows // self.rows), self.splits
+    def grid(self, weight_rows: int, rows: int) -> tuple[int, int, int]:
+        """Launch grid for these numbers of rows of W and of x."""
+        return -(-weight_rows // self.rows), self.splits, -(-rows // self.columns)
 
 
 @frozen(kw_only=True)
@@ -81,7 +83,6 @@ class SmallWeights:
         return min(shape.weight_rows, shape.inputs) <= self.side and shape.weight_bytes <= self.weight_bytes
 
 
-SMALL_4_BITS = SmallWeights(side=1024, weight_bytes=2**23)
 SMALL_FLOAT8 = SmallWeights(side=4095, weight_bytes=2**25)
 
 
@@ -165,7 +166,7 @@ def suits_few_rows(shape: WeightOnlyShape, rows: int, sms: int) -> bool:
     if not supports_few_rows(shape, rows):
         return False
     if shape.layout.bits == 4:
-        return not (rows == 1 and SMALL_4_BITS.includes(shape))
+        return True
     if rows == 1 and shape.layout.value_type == "float8" and SMALL_FLOAT8.includes(shape):
         return False
     return shape.gated or shape.weight_rows <= W8_MAX_TILES * TILE_ROWS * sms

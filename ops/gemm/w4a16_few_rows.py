@@ -1,4 +1,4 @@
-"""W4A16 GEMM in Gluon for up to 8 rows of x: x W^T, where the time is that of reading W.
+"""W4A16 GEMM in Gluon for few rows of x: x W^T, where the time is that of reading W.
 
 The kernel computes tiles of the transposed result, W x^T, by mma.sync: weights are the left operand, rows of x the
 columns of the right one. A thread loads 16 bytes of a row of W and of a row of x at a time, and these are its operands:
@@ -17,13 +17,16 @@ it.
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from engine.ops.common.l1_cache import prefer_l1_cache
 from engine.ops.common.launch import release, wait
-from engine.ops.gemm.few_rows import COLUMNS, left_of, load_blocks, load_x, places_in_x, right_of, store, with_one
+from engine.ops.gemm.few_rows import left_of, load_blocks, load_x, places_in_x, right_of, store, with_one
+from engine.ops.gemm.few_rows_tile import MAX_FEW_ROWS
 from engine.ops.gemm.persistent_w4a16 import FIELDS, SPAN, half_of, row_of_lane
 
 
@@ -91,7 +94,13 @@ def _scale_of(entries, GROUP: gl.constexpr, SCALE_DTYPE: gl.constexpr, ZERO_POIN
     return scale.to(gl.float32)
 
 
-@gluon.jit(do_not_specialize=["rows", "blocks"])
+def _name(variant: Any) -> str:
+    """The name of a compiled variant, by which `prefer_l1_cache` knows it: another one for more than MAX_FEW_ROWS."""
+    has_few_rows = variant.constants["COLUMNS"] <= MAX_FEW_ROWS and not variant.constants["SEVERAL"]
+    return "w4a16_few_rows_kernel" if has_few_rows else "w4a16_more_rows_kernel"
+
+
+@gluon.jit(do_not_specialize=["rows", "blocks"], repr=_name)
 def w4a16_few_rows_kernel(
     out,
     x,
@@ -106,6 +115,8 @@ def w4a16_few_rows_kernel(
     AHEAD: gl.constexpr,
     X_AHEAD: gl.constexpr,
     ROW_WARPS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    SEVERAL: gl.constexpr,
     GROUPS: gl.constexpr,
     SCALE_DTYPE: gl.constexpr,
     POWER: gl.constexpr,
@@ -115,14 +126,14 @@ def w4a16_few_rows_kernel(
     BIAS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """x W^T + bias with the EPILOGUE: [rows, outputs]. Grid: tiles of W's rows.
+    """x W^T + bias with the EPILOGUE: [rows, outputs]. Grid: (tiles of W's rows, 1, tiles of x's rows).
 
-    x: [rows, inputs / 2] int32, contiguous: pairs of numbers of out's dtype; at most COLUMNS rows. packed: words of a
-    GroupedLayout, in pairs: [blocks, weight_rows, SPAN / 2] int32. scales: [blocks, entries, weight_rows] int32, see
-    GroupedLayout; GROUPS: groups per block. TILE: rows of W per program, a multiple of 16 * ROW_WARPS. AHEAD: blocks of
-    a warp that are loaded before the first is multiplied. X_AHEAD: fields of x that are loaded ahead; 0: a block at a
-    time, when needed. ROW_WARPS: warps that divide the rows and read the same x. POWER: see GroupedLayout.power.
-    WHOLE_BLOCKS: inputs fill all blocks.
+    x: [rows, inputs / 2] int32, contiguous: pairs of numbers of out's dtype. packed: words of a GroupedLayout, in
+    pairs: [blocks, weight_rows, SPAN / 2] int32. scales: [blocks, entries, weight_rows] int32, see GroupedLayout;
+    GROUPS: groups per block. TILE: rows of W per program, a multiple of 16 * ROW_WARPS. AHEAD: blocks of a warp that
+    are loaded before the first is multiplied. X_AHEAD: fields of x that are loaded ahead; 0: a block at a time, when
+    needed. ROW_WARPS: warps that divide the rows and read the same x. COLUMNS: rows of x per program, a multiple of 8.
+    SEVERAL: whether x has more rows than that. POWER: see GroupedLayout.power. WHOLE_BLOCKS: inputs fill all blocks.
     """
     WARPS: gl.constexpr = gl.num_warps() // ROW_WARPS
     DTYPE: gl.constexpr = out.dtype.element_ty
@@ -135,6 +146,7 @@ def w4a16_few_rows_kernel(
     WORDS: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     X: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
     first = gl.program_id(0) * TILE
+    first_row = gl.program_id(2) * COLUMNS if SEVERAL else 0
 
     warp = gl.expand_dims(gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, WORDS))), 1), 2)
     row = row_of_lane(first, gl.arange(0, TILE, gl.SliceLayout(0, gl.SliceLayout(2, WORDS))), weight_rows, EPILOGUE)
@@ -153,7 +165,7 @@ def w4a16_few_rows_kernel(
         several = _load_entries(entry_places, scale_warp + number * WARPS, blocks, weight_rows, ENTRIES)
         entries = entries + (several,)  # type: ignore[assignment]  # noqa: RUF005
 
-    x_warp, column, x_places, present = places_in_x(x, rows, inputs, FIELDS, WARPS, X)
+    x_warp, column, x_places, present = places_in_x(x, rows, inputs, FIELDS, WARPS, X, COLUMNS, first_row)
     none = gl.zeros([WARPS, TILE, COLUMNS], gl.float32, MMA)
     total = none
     wait(PDL)
@@ -173,13 +185,13 @@ def w4a16_few_rows_kernel(
                     centre = _centre(entries[number][group], words[number].shape, WORDS, DTYPE, POWER)
                 else:
                     centre = none  # not read
-                if X_AHEAD and PER_GROUP * group % X_AHEAD == 0:
-                    pairs = coming
-                    coming = load_x(
-                        x_places, base + WARPS * ((PER_GROUP * group + X_AHEAD) // FIELDS), x_warp, column, present,
-                        blocks, inputs, FIELDS, (PER_GROUP * group + X_AHEAD) % FIELDS, X_AHEAD, WHOLE_BLOCKS,
-                    )  # fmt: skip
                 for field in gl.static_range(PER_GROUP * group, PER_GROUP * (group + 1)):
+                    if X_AHEAD and field % X_AHEAD == 0:
+                        pairs = coming
+                        coming = load_x(
+                            x_places, base + WARPS * ((field + X_AHEAD) // FIELDS), x_warp, column, present, blocks,
+                            inputs, FIELDS, (field + X_AHEAD) % FIELDS, X_AHEAD, WHOLE_BLOCKS,
+                        )  # fmt: skip
                     weights = _weights(words[number], centre, field, LEFT, DTYPE, ZERO_POINTS)
                     part = mma_v2(weights, right_of(pairs[field % X_FIELDS], 1, RIGHT, DTYPE), part)
                 scale = _scale_of(entries[number], group, SCALE_DTYPE, ZERO_POINTS) * (2.0 ** _exponent(DTYPE))
@@ -188,8 +200,9 @@ def w4a16_few_rows_kernel(
             words = with_one(words, number, load_blocks(word_places, warp + later, blocks, block_words))
             several = _load_entries(entry_places, scale_warp + later, blocks, weight_rows, ENTRIES)
             entries = with_one(entries, number, several)
-    store(out, gl.sum(total, axis=0), bias, first, rows, weight_rows, EPILOGUE, BIAS)
+    store(out, gl.sum(total, axis=0), bias, first, rows, weight_rows, EPILOGUE, BIAS, first_row)
 
 
-# Programs on the same multiprocessor read the same x.
+# Programs on the same multiprocessor read the same x. Variants for more rows of x have another name: they run next to
+# kernels with much shared memory, where changing the size of the L1 cache takes longer than it saves.
 prefer_l1_cache(w4a16_few_rows_kernel)

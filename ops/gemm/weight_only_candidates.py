@@ -7,6 +7,7 @@ from typing import Literal
 
 from attrs import evolve
 
+from engine.ops.gemm.few_rows_tile import FewRowsTile, few_rows_tile
 from engine.ops.gemm.persistent_tile import PersistentTile, tile_for_rows
 from engine.ops.gemm.weight_only_tiles import (
     MAX_SPLITS,
@@ -65,19 +66,45 @@ MIN_ROWS_DOUBLED = 128
 """From this many rows of x on, twice as many splits are tried too: a multiprocessor may run two programs faster than
 one."""
 
+MMA_CLASSES = (16, 32)
+"""Row classes for which tiles of small weights that multiply by mma.sync from registers are tried. At 64 rows they were
+chosen for two layers of Qwen3-0.6B, and a block took no less time, at 48 rows 8 % more."""
+MMA_SIDE = 1280
+"""These tiles are tried for weights of less than SMALL_WEIGHTS with at most this many rows or inputs. Decode steps of
+models with larger hidden sizes, in which some layers would have them and others not, took up to 3 % more."""
+MMA_TILES = (
+    FewRowsTile(rows=16, warps=4, ahead=1, x_ahead=1, programs=4, columns=16),
+    FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=1, programs=3, columns=16),
+    FewRowsTile(rows=32, warps=4, ahead=2, x_ahead=2, programs=3, row_warps=2, columns=16),
+)
+"""Such tiles, besides that for up to MAX_FEW_ROWS rows."""
+
 
 def candidates(shape: WeightOnlyShape, rows: int, sms: int, shared: int, *, wgmma: bool = False) -> list[MeasuredTile]:
     """Tiles to measure for one of MEASURED_CLASSES or PERSISTENT_CLASSES, the default first.
 
     None: dequantize and multiply by cuBLAS. sms, shared, wgmma: as in `default_tile`.
     """
-    if not wgmma or not PersistentTile.supports(shape) or rows < min(PERSISTENT_SIZES):
+    if not wgmma or not PersistentTile.supports(shape):
         return [*_tensor_core_candidates(shape, rows, sms, shared)]
+    if rows < min(PERSISTENT_SIZES):
+        return [*_tensor_core_candidates(shape, rows, sms, shared), *_mma_candidates(shape, rows, sms)]
     found: list[MeasuredTile] = [*dict.fromkeys(_persistent_candidates(shape, rows, sms))]
     if rows in PERSISTENT_CLASSES:
         return [*found, None] if rows <= PERSISTENT_ROWS[1] else [None, *found]
     others = _tensor_core_candidates(shape, rows, sms, shared)
-    return [*found, *others] if rows >= PERSISTENT_ROWS[0] else [others[0], *found, *others[1:]]
+    if rows >= PERSISTENT_ROWS[0]:
+        return [*found, *others]
+    return [others[0], *found, *others[1:], *_mma_candidates(shape, rows, sms)]
+
+
+def _mma_candidates(shape: WeightOnlyShape, rows: int, sms: int) -> Iterator[FewRowsTile]:
+    """Tiles of small weights that multiply by mma.sync from registers."""
+    is_small = min(shape.weight_rows, shape.inputs) <= MMA_SIDE and shape.weight_bytes < SMALL_WEIGHTS
+    if rows not in MMA_CLASSES or not is_small:
+        return
+    yield few_rows_tile(shape, sms)
+    yield from MMA_TILES
 
 
 def _persistent_candidates(shape: WeightOnlyShape, rows: int, sms: int) -> Iterator[PersistentTile]:

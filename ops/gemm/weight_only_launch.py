@@ -280,9 +280,12 @@ class WeightOnlyMatmul:
         }
         sizes = (rows, matrix.rows, inputs, len(words))
         if isinstance(layout, W8Layout):
+            assert rows <= tile.columns, f"{rows} rows of x; at most {tile.columns}"
             constants |= {"IS_FLOAT8": layout.value_type == "float8", "SPLITS": tile.splits}
             return w8a16_few_rows.w8a16_few_rows_kernel, (*tensors, self.workspace.polled_sums, *sizes), constants
         constants |= {
+            "COLUMNS": tile.columns,
+            "SEVERAL": rows > tile.columns,
             "GROUPS": layout.groups,
             "SCALE_DTYPE": gl.float16 if matrix.scales.dtype == torch.float16 else gl.bfloat16,
             "POWER": layout.power(x.dtype),

@@ -133,7 +133,7 @@ class WeightOnlyVectorTile:
         return -(-weight_rows // self.rows), rows
 
 
-MeasuredTile = WeightOnlyTile | PersistentTile | None
+MeasuredTile = WeightOnlyTile | PersistentTile | FewRowsTile | None
 GemmTile = WeightOnlyTile | WeightOnlyVectorTile | FewRowsTile | PersistentTile
 Tile = GemmTile | None
 """How a number of rows is multiplied. None: the matrix is dequantized and multiplied by cuBLAS."""

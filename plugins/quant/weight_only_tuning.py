@@ -11,6 +11,8 @@ from engine.ops.activation import act_and_mul
 from engine.ops.common import fast_math, gluon_copies, gluon_tiles, launch, polling
 from engine.ops.common.launch import has_wgmma, num_sms, shared_memory
 from engine.ops.gemm import (
+    few_rows,
+    few_rows_tile,
     packed_layout,
     persistent_tile,
     persistent_w4a16,
@@ -23,6 +25,7 @@ from engine.ops.gemm import (
     stream_k,
     tile_order,
     unpack_weights,
+    w4a16_few_rows,
     w4a16_fields,
     w4a16_parts,
     weight_only,
@@ -72,6 +75,8 @@ class WeightOnlyOp(AutotunedOp[MeasuredTile]):
         return version_of(
             act_and_mul,
             fast_math,
+            few_rows,
+            few_rows_tile,
             gluon_copies,
             gluon_tiles,
             launch,
@@ -88,6 +93,7 @@ class WeightOnlyOp(AutotunedOp[MeasuredTile]):
             stream_k,
             tile_order,
             unpack_weights,
+            w4a16_few_rows,
             w4a16_fields,
             w4a16_parts,
             weight_only,

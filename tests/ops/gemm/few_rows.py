@@ -30,8 +30,8 @@ def compiled(kernel, scales, tile, gated, half, more):
     tile = FewRowsTile(**tile)
     constants = {
         "TILE": tile.rows, "AHEAD": tile.ahead, "X_AHEAD": tile.x_ahead, "ROW_WARPS": tile.row_warps,
-        "SPLITS": tile.splits, "WHOLE_BLOCKS": True, "EPILOGUE": (GATED if gated else PLAIN).value,
-        "BIAS": False, "PDL": True,
+        "SPLITS": tile.splits, "COLUMNS": tile.columns, "SEVERAL": False, "WHOLE_BLOCKS": True,
+        "EPILOGUE": (GATED if gated else PLAIN).value, "BIAS": False, "PDL": True,
     }
     constants |= {name: getattr(gl, value) if isinstance(value, str) else value for name, value in more.items()}
     kind = "*fp16" if half else "*bf16"
@@ -55,15 +55,15 @@ json.dump([compiled(kernel, given["scales"], **case) for case in given["cases"]]
 
 
 def tiles_of(*numbers: tuple[int, ...]) -> list[FewRowsTile]:
-    """numbers: rows, warps, ahead, x_ahead, programs, row_warps and perhaps splits of each."""
-    names = ("rows", "warps", "ahead", "x_ahead", "programs", "row_warps", "splits")
+    """numbers: rows, warps, ahead, x_ahead, programs, row_warps and perhaps splits and columns of each."""
+    names = ("rows", "warps", "ahead", "x_ahead", "programs", "row_warps", "splits", "columns")
     return [FewRowsTile(**dict(zip(names, of_tile, strict=False))) for of_tile in numbers]
 
 
 def shared_memory_of(tile: FewRowsTile) -> int:
     """Bytes of all programs on a multiprocessor, for their sums and what CUDA reserves."""
     splits = tile.warps // tile.row_warps
-    return tile.programs * (splits * tile.rows * 8 * 4 + 1024)
+    return tile.programs * (splits * tile.rows * tile.columns * 4 + 1024)
 
 
 def case(tile: FewRowsTile, *, gated: bool = False, half: bool = False, **more: object) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import torch
 from attrs import evolve
 
 from engine.core.layers import gelu_tanh_and_mul
-from engine.ops.gemm.few_rows_tile import FewRowsTile
+from engine.ops.gemm.few_rows_tile import MAX_FEW_ROWS, FewRowsTile
 from engine.ops.gemm.packed_layout import GroupedLayout
+from engine.ops.gemm.weight_only_candidates import MMA_TILES, candidates
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.ops.gemm.weight_only_tiles import WeightOnlyShape, default_tile
 
@@ -53,6 +54,14 @@ def test_weights_go_from_memory_to_products_in_registers() -> None:
         check_loop(lines)
 
 
+def test_only_variants_for_few_rows_have_the_name_that_prefers_the_l1_cache() -> None:
+    constants = {"ZERO_POINTS": False, "POWER": 128, "GROUPS": 2, "SCALE_DTYPE": "float16"}
+    cases = [case(TILES[0], **constants), case(TILES[0], SEVERAL=True, **constants), case(MMA_TILES[0], **constants)]
+    compiled = compile_cases("engine.ops.gemm.w4a16_few_rows", "w4a16_few_rows_kernel", "*i32", cases)
+    names = [next(line for line in lines if line.startswith("Function:")) for lines in compiled]
+    assert names == ["Function:w4a16_few_rows_kernel", *["Function:w4a16_more_rows_kernel"] * 2]
+
+
 def shape_of(outputs: int, inputs: int, group: int = 128, *, is_gated: bool = False) -> WeightOnlyShape:
     return WeightOnlyShape(gated=is_gated, weight_rows=outputs, inputs=inputs, layout=GroupedLayout.choose(4, group))
 
@@ -61,8 +70,6 @@ def shape_of(outputs: int, inputs: int, group: int = 128, *, is_gated: bool = Fa
     ("shape", "rows", "wgmma"),
     [
         (shape_of(4096, 4096), 9, True),
-        (shape_of(1024, 2048), 1, True),
-        (shape_of(6144, 1024, is_gated=True), 1, True),
         (shape_of(4096, 4096), 1, False),
         (shape_of(4096, 4096, 32), 1, True),
         (shape_of(4096, 4092), 1, True),
@@ -110,13 +117,28 @@ def test_default_tiles_of_few_inputs_need_one_loop_iteration(inputs: int) -> Non
         assert shape.blocks <= tile.warps // tile.row_warps * tile.ahead
 
 
+def test_tiles_of_small_weights_are_tried_at_more_rows() -> None:
+    def mma_tiles(shape: WeightOnlyShape, rows: int, *, wgmma: bool = True) -> list[Any]:
+        found = candidates(shape, rows, SMS, HOPPER, wgmma=wgmma)
+        return [tile for tile in found if isinstance(tile, FewRowsTile)]
+
+    small = shape_of(4096, 1024)
+    for rows in (16, 32):
+        found = mma_tiles(small, rows)
+        assert set(MMA_TILES) < set(found)
+        assert next(tile.grid(4096, rows)[2] for tile in found if tile not in MMA_TILES) == rows // MAX_FEW_ROWS
+    for shape, rows in ((small, 64), (shape_of(2048, 2048), 16), (shape_of(32768, 1024), 16)):
+        assert not mma_tiles(shape, rows)
+    assert not mma_tiles(small, 16, wgmma=False)
+
+
 @pytest.fixture
 def multiplier(hopper: torch.device) -> Any:
     return WeightOnlyMatmul(hopper)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", [*TILES, *MMA_TILES], ids=str)
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("group_size", [64, 128, 256, -1])
@@ -129,7 +151,7 @@ def test_each_layout_equals_float64(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", [*TILES, *MMA_TILES], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 256), (33, 64), (100, 576), (66, 832), (40, 4160)])
 def test_sizes_that_are_no_multiples_of_a_tile(
     multiplier: Any, hopper: torch.device, outputs: int, inputs: int, tile: Any
@@ -140,15 +162,15 @@ def test_sizes_that_are_no_multiples_of_a_tile(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 7, 8])
+@pytest.mark.parametrize("tile", [*TILES, *MMA_TILES], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 33])
 def test_numbers_of_rows(multiplier: Any, hopper: torch.device, rows: int, tile: Any) -> None:
     operands = Operands(rows, 96, 1024, 128, hopper, torch.bfloat16, zeros=False)
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, tile), linear(operands))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", [*TILES, *MMA_TILES], ids=str)
 @pytest.mark.parametrize(("outputs", "biased"), [(64, False), (80, True), (24, True)])
 def test_gated_products_equal_float64(
     multiplier: Any, hopper: torch.device, outputs: int, biased: bool, tile: Any
