@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -15,9 +16,13 @@ NOTHING = SimpleNamespace(restore=lambda: None)
 
 
 def quicken() -> None:
-    """Change the interpreter, if it was imported and has not been changed."""
+    """Change the interpreter, if it runs the kernels, was imported and has not been changed.
+
+    On a GPU it is imported too, but the compiler uses the types that this changes.
+    """
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None or interpreter._patch_lang.__module__ == __name__:
+    is_used = os.environ.get("TRITON_INTERPRET") == "1"
+    if not is_used or interpreter is None or interpreter._patch_lang.__module__ == __name__:
         return
     interpreter._patch_lang = prepare_once(interpreter)
     interpreter._get_np_dtype = remember_dtypes(interpreter)
