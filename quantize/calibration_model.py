@@ -66,12 +66,13 @@ class CalibrationModel:
         try:
             config = library.AutoConfig.from_pretrained(str(source.checkpoint.path), local_files_only=True)
             with torch.device("meta"):
-                model = library.AutoModelForCausalLM.from_config(
-                    config, attn_implementation="sdpa", dtype=torch.float32
-                )
+                model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             self._body: Any = model.model.eval()
             self._layers: Sequence[nn.Module] = self._body.layers
             self._body.rotary_emb = type(self._body.rotary_emb)(config=config).to(device)
+            buffers = self._body.embed_tokens._buffers
+            buffers.update({name: torch.empty_like(buffer, device=device) for name, buffer in buffers.items()})
+            model._init_weights(self._body.embed_tokens)  # computes the buffers, as Gemma 3's scale; weights stay meta
         except Exception as error:  # transformers raises errors of any class for unknown architectures
             raise CheckpointError(
                 f"text cannot be run through {source.checkpoint.path} layer by layer: {type(error).__name__}: {error};"
