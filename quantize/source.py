@@ -17,12 +17,13 @@ from engine.core.errors import CheckpointError, ConfigError
 from engine.core.layers import Experts, LayerFactory, Linear, torch_dtype
 from engine.core.models import ModelSpec
 from engine.core.plugin_host import DTYPES, load_plugins, resolve, shape_of
-from engine.core.quant import LinearKernel, LinearSpec, stored_tensor
+from engine.core.quant import LinearKernel, LinearPart, LinearSpec, stored_tensor
 from engine.core.weights import INDEX, SINGLE, Checkpoint, StoredTensor, TensorFile, read_json
 from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
 from engine.plugins.quant.none import Unquantized
 from engine.plugins.quant.packing import WORD
 from engine.plugins.quant.quantization_config import is_listed
+from engine.plugins.quant.rounding import BLOCK
 from engine.quantize.formats import make_format
 from engine.quantize.settings import NONE, Settings
 
@@ -238,6 +239,7 @@ def _add(
             _check_tensor(source, part.stored_name, (outputs, linear.in_features))
             if not ignored:
                 _check_sizes(settings, part.stored_name, outputs, linear.in_features, experts)
+                _check_blocks(settings, part)
     if ignored:
         return False
     for group in groups:
@@ -294,6 +296,16 @@ def _check_sizes(settings: Settings, module: str, outputs: int, inputs: int, exp
         raise ConfigError(
             f"{module} has {outputs} outputs and {inputs} inputs; {settings.bits} bits are packed {per_word} in a word,"
             f" along either; {advice}"
+        )
+
+
+def _check_blocks(settings: Settings, part: LinearPart) -> None:
+    """Raises ConfigError if a block of weights with one scale would span two parts of a stored layer."""
+    if settings.granularity == "block" and part.stored_in is not None and part.out_features % BLOCK:
+        last = re.escape(part.stored_name.rpartition(".")[2])
+        raise ConfigError(
+            f"{part.stored_name} holds {part.out_features} outputs of {part.name}, which blocks of {BLOCK} do not"
+            f' divide; use --granularity channel, or give --ignore "re:.*{last}"'
         )
 
 

@@ -225,6 +225,18 @@ def test_fused_projections_are_quantized_as_they_are_stored(tmp_path: Path) -> N
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=0.0))
 
 
+def test_blocks_across_the_parts_of_a_fused_projection_are_refused(tmp_path: Path) -> None:
+    """Of 96 outputs each, gate and up would share blocks, so the checkpoint could not be served."""
+    plain = make_checkpoint(tmp_path / "plain", "glm4", tokenizer=True)
+    settings = Settings.choose("fp8", granularity="block")
+    with pytest.raises(ConfigError, match=r"\.0\.mlp\.gate_up_proj holds 96 outputs of .*gate_proj, which blocks"):
+        quantize(plain, tmp_path / "out", settings, device="cpu")
+    settings = Settings.choose("fp8", granularity="block", ignore=("re:.*gate_up_proj",))
+    quantize(plain, tmp_path / "out", settings, device="cpu")
+    with Engine(str(tmp_path / "out"), executor__device="cpu", cache__memory="8MiB") as engine:
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=0.0))
+
+
 @pytest.mark.parametrize("method", ["fp8", "rtn"])
 def test_output_layer_of_any_name_stays_unquantized(method: str, tmp_path: Path) -> None:
     """GPT-NeoX has embed_out in place of lm_head."""
