@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 COMPUTE = ("launch", "sample")
 """Phases during which a device that computes inside `submit` (a CPU) is busy."""
+PREFILL = (16, 2048)
+"""Prompts computed together, and tokens of each, unless --prefill says otherwise."""
 
 
 @frozen(kw_only=True)
@@ -90,13 +92,22 @@ def measure(
     *,
     inputs: int = 128,
     steps: int = 128,
-    prefill: tuple[int, int] | None = (16, 2048),
+    prefill: tuple[int, int] | None = PREFILL,
     repeat: int = 2,
 ) -> Latency:
-    """Measure decode steps by batch, then a prefill of (prompts, tokens each); the fastest of `repeat` runs counts."""
+    """Measure decode steps by batch, then a prefill of (prompts, tokens each); the fastest of `repeat` runs counts.
+
+    Raises ConfigError, before anything is measured, for batches or lengths that cannot run.
+    """
     limit = engine.config.scheduler.max_running
     if max(batches) > limit:
         raise ConfigError(f"a batch of {max(batches)} cannot run: at most {limit} sequences can; raise --max-running")
+    lengths = {"--input-len and --steps": inputs + 1 + steps, "--prefill": 0 if prefill is None else prefill[1] + 1}
+    for option, tokens in lengths.items():
+        if tokens > engine.max_len:
+            raise ConfigError(
+                f"{option} make sequences of {tokens} tokens, and the context holds {engine.max_len}; give less"
+            )
     decodes = [measure_decode(engine, batch, inputs, steps, repeat) for batch in batches]
     measured = None
     if prefill is not None:
@@ -143,7 +154,12 @@ def latency(
     batch: Annotated[str, typer.Option(help="Batch sizes of decode steps, as 1,8,32.")] = "1,8,32,64,128,256",
     input_len: Annotated[int, typer.Option(help="Prompt tokens per decoding sequence.", min=1)] = 128,
     steps: Annotated[int, typer.Option(help="Decode steps to time.", min=1)] = 128,
-    prefill: Annotated[str, typer.Option(help="Prompts to compute together, PROMPTSxTOKENS; or none.")] = "16x2048",
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            help="Prompts to compute together, PROMPTSxTOKENS; or none. Default: 16x2048, shorter if the context is."
+        ),
+    ] = None,
     repeat: Annotated[int, typer.Option(help="Runs per measurement; the fastest counts.", min=1)] = 2,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also show the time of a step by kernel, and the time without a kernel.")
@@ -164,12 +180,15 @@ def latency(
     resolved: Resolved,
 ) -> None:
     """Time of a decode step by batch size and of a prefill, with the share of the host."""
-    batches, prompts = parse_counts(batch, "--batch"), parse_prefill(prefill)
+    batches = parse_counts(batch, "--batch")
+    prompts = None if prefill is None else parse_prefill(prefill)
     if trace is not None and not profile:
         raise ConfigError("--trace writes what --profile records; give both")
     from engine.cli.bench import profile as profiling
 
     with opened(resolved.config) as engine:
+        if prefill is None:
+            prompts = PREFILL[0], min(PREFILL[1], engine.max_len - 1)
         measured = measure(engine, batches, inputs=input_len, steps=steps, prefill=prompts, repeat=repeat)
         profiles = []
         if profile:

@@ -67,6 +67,26 @@ def test_latency_measures_steps_by_batch_and_a_prefill(run: Any, flags: list[str
     assert not any(row["case"].startswith("profile") for row in written["rows"])
 
 
+def test_the_default_prefill_fits_a_short_context(run: Any, flags: list[str]) -> None:
+    done = run("bench", "latency", *flags, "--batch", "1", "--input-len", "8", "--steps", "4", "--max-len", "64")
+    assert done.exit_code == 0, done.stderr
+    assert "prefill 16 x 63" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("sizes", "option"),
+    [(["--prefill", "2x64"], "--prefill make"), (["--steps", "60"], "--input-len and --steps make")],
+)
+def test_lengths_beyond_the_context_are_refused_before_a_measurement(
+    run: Any, flags: list[str], sizes: list[str], option: str
+) -> None:
+    common = ["--batch", "1", "--input-len", "4", "--steps", "4", "--max-len", "64"]
+    done = run("bench", "latency", *flags, *common, *sizes)
+    assert done.exit_code == 2
+    assert f"{option} sequences of 65 tokens, and the context holds 64" in done.stderr
+    assert "per decode step" not in done.stderr
+
+
 def test_a_batch_that_never_runs_is_refused(run: Any, flags: list[str]) -> None:
     done = run("bench", "latency", *flags, "--batch", "1,5", "--max-running", "4")
     assert done.exit_code == 2
