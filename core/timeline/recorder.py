@@ -98,7 +98,8 @@ class Recorder:
         self._steps = 0
         self._spans: Spans | None = None
         """While recording."""
-        self._deadline = 0.0
+        self._deadline = time.monotonic() + options.max_seconds
+        """Of the recording or, until it begins, of the steps that are skipped."""
         self._stages: list[Stages] = []
         self._in_flight: list[_RecordedResult] = []
         self._requests: dict[str, tuple[RequestState, int | None]] = {}
@@ -185,9 +186,17 @@ class Recorder:
         self._merging = start_merge(job)
 
     def check_time(self) -> None:
-        """End a recording that has not been stopped in time; for an engine without steps."""
-        if self._spans is not None and time.monotonic() > self._deadline:
+        """End a trace that has lasted too long; for an engine without steps."""
+        if time.monotonic() <= self._deadline:
+            return
+        if self._spans is not None:
             self.stop()
+        elif self._merging is None and self.running:
+            skipped, limit = self.options.after - self._skip, self.options.max_seconds
+            self._fail(
+                f"nothing was recorded: in {limit:g} s, the longest time, the engine ran only {skipped} of the"
+                f" {self.options.after} steps to skip; send requests meanwhile, or skip fewer steps"
+            )
 
     def report(self, *, wait: bool = False) -> Report | None:
         """The report once the trace is written, None before; wait: until then. Raises ControlError if it failed."""

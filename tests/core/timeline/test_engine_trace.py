@@ -200,6 +200,17 @@ def test_a_profile_that_is_stopped_before_its_steps_says_so(engine: Engine, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_profile_whose_skipped_steps_take_too_long_ends(engine: Engine, tmp_path: Path) -> None:
+    """An idle engine runs no steps, and the next profile must not find one in progress."""
+    engine.start_trace(TraceOptions(path=str(tmp_path / "a.json.gz"), after=5, max_seconds=0.0))
+    with pytest.raises(ControlError, match="the engine ran only 0 of the 5 steps to skip"):
+        engine.trace_report()
+    assert list(tmp_path.iterdir()) == []
+    engine.start_trace(TraceOptions(path=str(tmp_path / "b.json.gz"), activities=()))
+    engine.stop_trace()
+    assert engine.trace_report(wait=True) is not None
+
+
 def test_a_rank_that_dies_while_recorded_leaves_no_parts(engine_checkpoint: Path, tmp_path: Path) -> None:
     with build(engine_checkpoint, "multiproc") as engine:
         load(engine)
