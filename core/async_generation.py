@@ -39,8 +39,12 @@ class AsyncGenerator:
         self._pump: _Pump | None = None
 
     def close(self) -> None:
-        """End the thread, after the step that it may still run."""
-        self._thread.shutdown(wait=False)
+        """Wait for the step that the thread may still run, and end the thread.
+
+        The pump then ends its streams, since an engine that is being closed refuses its next use.
+        """
+        with self._engine_in_use:
+            self._thread.shutdown(wait=False)
 
     async def stream(self, prompt: Sequence[int], params: SamplingParams | None) -> AsyncIterator[TextDelta]:
         """Implements Engine.astream."""
@@ -139,9 +143,12 @@ class _Pump:
             return [] if self.ended else list(advance(self._engine, self._running))
 
     def _read_notes(self) -> bool:
-        """Add the requests of new streams to the engine and abort those of closed ones. False if no work is left, which
-        ends the pump."""
+        """Add the requests of new streams to the engine and abort those of closed ones.
+
+        False if no work is left, which ends the pump. Raises ExecutorError if the engine is closed or has failed.
+        """
         with self._engine_in_use:
+            self._engine.require_usable()
             for stream in self.new:
                 try:
                     self._running[stream.request.id] = add_request(self._engine, stream.request)

@@ -124,12 +124,12 @@ class Engine:
         Raises ExecutorError when a step failed (StepFaultError, naming the plugin, when a plugin made it fail); the
         engine can then only be closed.
         """
-        self._require_usable()
+        self.require_usable()
         outputs = self._loop.step()
         self._flush_kv_events()
         return outputs
 
-    def _require_usable(self) -> None:
+    def require_usable(self) -> None:
         """Raise ExecutorError if the engine is closed or a step has failed."""
         if self._closed:
             raise ExecutorError("the engine is closed; make a new one")
@@ -149,7 +149,7 @@ class Engine:
         Raises InvalidRequestError, and queues nothing, for a request that can never be served, and ExecutorError when
         the engine is closed or a step has failed.
         """
-        self._require_usable()
+        self.require_usable()
         check_request(request)
         check_tokens(request, self.vocab_size)
         if request.params.grammar is not None:
@@ -275,7 +275,7 @@ class Engine:
         Raises ControlError if the operation is unknown, refused or fails, after which the engine goes on. Raises
         ExecutorError when the engine is closed or a device or worker has failed; the engine can then only be closed.
         """
-        self._require_usable()
+        self.require_usable()
         try:
             return self._executor.call(name, arguments or {})
         except ControlError:
@@ -293,7 +293,7 @@ class Engine:
         Raises ControlError if the options or a rank refuse, and ControlBusyError while another trace is recorded or
         written; ExecutorError as `call` does.
         """
-        self._require_usable()
+        self.require_usable()
         self._traces.start(options, self.call, notify)
 
     def stop_trace(self) -> None:
@@ -317,7 +317,7 @@ class Engine:
         Running requests keep their blocks, which no later request shares. Ranks do not know which blocks are cached, so
         they are not called.
         """
-        self._require_usable()
+        self.require_usable()
         freed = self._scheduler.reset_prefix_cache()
         self._flush_kv_events()
         return freed
@@ -334,15 +334,18 @@ class Engine:
         return Health(ok=False, detail=self._loop.failure) if self._loop.failure else self._executor.check()
 
     def close(self) -> None:
-        """Stop the executor and free the device; a second call does nothing."""
+        """Stop the executor and free the device; a second call does nothing.
+
+        Open streams of `astream` end with an ExecutorError; the step that they may still run is waited for.
+        """
         if not self._closed:
             self._closed = True
+            if self._async is not None:
+                self._async.close()
             self._loop.failure = "the engine is closed"
             self._loop.forget()
             self._traces.close()
             shut_down(self._executor, self.parts.owner("executors"))
-            if self._async is not None:
-                self._async.close()
             self._grammars.close()
             if self._kv_events is not None:
                 self._kv_events.close()

@@ -176,6 +176,35 @@ def test_the_engine_generates_after_streams_whose_event_loop_has_ended(checkpoin
             assert len(engine.generate([PROMPTS[0]], GREEDY)[0].token_ids) == 12
 
 
+def test_closing_the_engine_waits_for_the_step_and_ends_the_streams(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step must not run on what closing has freed."""
+
+    async def run(engine: Engine) -> list[Any]:
+        step, begun, held = engine._loop.step, threading.Event(), threading.Event()
+
+        def hold() -> Any:
+            begun.set()
+            held.wait(30)
+            return step()
+
+        monkeypatch.setattr(engine._loop, "step", hold)
+        streams = [asyncio.create_task(collect(engine, prompt)) for prompt in PROMPTS[:2]]
+        await asyncio.to_thread(begun.wait, 30)
+        closing = asyncio.create_task(asyncio.to_thread(engine.close))
+        await asyncio.wait([closing], timeout=0.2)
+        assert engine._executor.check().ok
+        held.set()
+        await closing
+        return await asyncio.gather(*streams, return_exceptions=True)
+
+    with build(checkpoint) as engine:
+        errors = asyncio.run(run(engine))
+    assert {type(error) for error in errors} == {ExecutorError}
+    assert {str(error) for error in errors} == {"the engine is closed; make a new one"}
+
+
 def test_two_event_loops_cannot_share_an_engine(checkpoint: Path) -> None:
     async def outer(engine: Engine) -> None:
         stream: Any = engine.astream(PROMPTS[0], GREEDY)

@@ -407,7 +407,7 @@ def test_close_ends_all_else_when_the_executor_cannot_be_shut_down(caplog: pytes
     engine.plugins = part("plugins", notify=lambda hook, engine: ended.append(hook))
     engine._executor = part("executor", shutdown=lambda: 1 / 0)
     engine.close()
-    assert ended == ["traces", "async", "grammars", "kv", "engine_stopped"]
+    assert ended == ["async", "traces", "grammars", "kv", "engine_stopped"]
     [record] = caplog.records
     assert record.message == "executors 'mine' of engine-mine 0.4 failed in shutdown(); what it holds may not be freed"
     assert record.exc_info is not None
