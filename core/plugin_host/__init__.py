@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     )
     from engine.core.plugin_host.extension_points import EXTENSION_POINTS as EXTENSION_POINTS
     from engine.core.plugin_host.faults import (
+        EXITS as EXITS,
         PluginCall as PluginCall,
         name_fault as name_fault,
         raise_interrupt as raise_interrupt,
         said as said,
+        shown as shown,
     )
     from engine.core.plugin_host.guard import (
         STARTUP_CALLS as STARTUP_CALLS,
@@ -68,10 +70,12 @@ __getattr__, __dir__, __all__ = exports(
     ),
     extension_points=("EXTENSION_POINTS",),
     faults=(
+        "EXITS",
         "PluginCall",
         "name_fault",
         "raise_interrupt",
         "said",
+        "shown",
     ),
     guard=(
         "STARTUP_CALLS",

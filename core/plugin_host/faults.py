@@ -28,6 +28,8 @@ TRACEBACK = "the traceback says where (engine --debug)"
 INSTALL = "install what it needs in the Python environment that the engine runs in"
 MAX_TEXT = 200
 """Characters of an exception's text, or of an answer, in the sentence about a fault; the traceback has all of them."""
+EXITS = (SystemExit, KeyboardInterrupt)
+"""Exceptions that would end an event loop, and with it the process; a plugin may raise them by mistake."""
 CORE = "engine.core."
 FORWARD_METHODS = ("forward", "forward_into", "rotate_and_forward")
 """Methods of attention backends whose first argument is the number of a layer, which errors name."""

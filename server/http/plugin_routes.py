@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Match, Route
 
 from engine.core.config import ServerConfig
 from engine.core.errors import InvalidRequestError, PluginError
-from engine.core.plugin_host import Plugins, raise_interrupt, said
+from engine.core.plugin_host import EXITS, Plugins, raise_interrupt, said, shown
 from engine.core.protocols import API, AnswerWriter, ApiError, Call, Conversation, Reply, Routes
 from engine.core.types import SamplingParams
 from engine.server.http.conversation import encode, respond
@@ -223,12 +223,16 @@ class _PluginRoutes(Routes):
         self.staged.append(route)
 
     async def _guarded(self, path: str, handle: Callable[[], Awaitable[Reply]]) -> Reply:
-        """Call a handler; what it raises by mistake is logged by the plugin's name and becomes a 500."""
+        """Call a handler; what it raises or returns by mistake is logged by the plugin's name and becomes a 500."""
         try:
-            return await handle()
+            reply = await handle()
+            if not callable(reply):
+                raise TypeError(f"the handler returned {shown(reply)}, not what methods of Routes return")
+            return reply
         except (ApiError, InvalidRequestError):
             raise
-        except Exception:
+        except (Exception, *EXITS) as error:
+            raise_interrupt(error)
             log.exception("%s failed in its route %s", self._plugin, path)
             raise ApiError(500, f"the plugin of {path} failed; see the server's log") from None
 

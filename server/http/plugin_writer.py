@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn, TypeVar
 
+from engine.core.plugin_host import EXITS, raise_interrupt
 from engine.core.protocols import AnswerWriter, ApiError, Delta, Template, Usage
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class PluginWriter(AnswerWriter):
     def _each(self, method: str, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
         try:
             yield from begin()
-        except Exception as error:
+        except (Exception, *EXITS) as error:
             self._raise_fault(method, error)
 
     def _named_templates(self, method: str, templates: Mapping[int, Template] | None) -> Mapping[int, Template] | None:
@@ -63,13 +64,14 @@ class PluginWriter(AnswerWriter):
     def _named(self, method: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except (Exception, *EXITS) as error:
             self._raise_fault(method, error)
 
-    def _raise_fault(self, method: str, error: Exception) -> NoReturn:
-        """Raise `error` if it is deliberate, else log it and raise an ApiError that names the plugin."""
+    def _raise_fault(self, method: str, error: BaseException) -> NoReturn:
+        """Raise `error` if it is deliberate or a signal's, else log it and raise an ApiError that names the plugin."""
         if isinstance(error, ApiError):
             raise error
+        raise_interrupt(error)
         log.error("%s failed in %s() of its AnswerWriter", self._plugin, method, exc_info=error)
         raise ApiError(500, f"{self._plugin} failed in {method}(); see the server's log") from error
 
@@ -77,14 +79,14 @@ class PluginWriter(AnswerWriter):
 class _Templates(Mapping[int, Template]):
     """The templates of a plugin's writer, which may be made when they are read."""
 
-    def __init__(self, templates: Mapping[int, Template], raise_fault: Callable[[Exception], NoReturn]) -> None:
+    def __init__(self, templates: Mapping[int, Template], raise_fault: Callable[[BaseException], NoReturn]) -> None:
         self._templates = templates
         self._raise_fault = raise_fault
 
     def __getitem__(self, choice: int) -> Template:
         try:
             return self._templates[choice]
-        except Exception as error:
+        except (Exception, *EXITS) as error:
             self._raise_fault(error)
 
     def __iter__(self) -> Iterator[int]:

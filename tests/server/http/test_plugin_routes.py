@@ -76,6 +76,10 @@ def register_routes(routes):
     async def write(wish, call):
         if wish.subject == "bug":
             raise KeyError("verse")
+        if wish.subject == "exit":
+            raise SystemExit(3)
+        if wish.subject == "nothing":
+            return None
         await asyncio.sleep(wish.wait)
         messages = [{"role": "user", "content": "say " + wish.subject}]
         conversation = Conversation(messages=messages, sampling={"temperature": 0})
@@ -187,6 +191,22 @@ def test_errors_have_the_shape_of_the_path(poems: Any, client: httpx.Client) -> 
         assert said in response.json()["no"]
     assert "poem 1.5 failed in its route /v1/poem" in poems.errors
     assert "KeyError: 'verse'" in poems.errors
+
+
+def test_a_handler_that_exits_or_returns_something_else_is_named_and_ends_no_other_request(
+    poems: Any, client: httpx.Client
+) -> None:
+    """SystemExit in a task would end the event loop, and the front end with all its requests."""
+    with client.stream("POST", "/v1/poem", json={"subject": "x and so on", "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        for subject in "exit", "nothing":
+            refused = client.post("/v1/poem", json={"subject": subject})
+            assert refused.status_code == 500
+            assert refused.json() == {"no": "the plugin of /v1/poem failed; see the server's log"}
+        assert "took longer than 3 s" in list(lines)[-2]
+    assert "SystemExit: 3" in poems.errors
+    assert "the handler returned None, not what methods of Routes return" in poems.errors
 
 
 def test_a_writer_that_fails_ends_its_stream_alone(poems: Any, client: httpx.Client) -> None:

@@ -14,7 +14,7 @@ PLUGIN = "plugin 'torn' of engine-torn 0.4"
 
 
 class TornTemplates(dict[int, Template]):
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self.error = error
 
     def __missing__(self, choice: int) -> Template:
@@ -24,7 +24,7 @@ class TornTemplates(dict[int, Template]):
 class TornWriter(AnswerWriter):
     """Every method raises, or what it returns does."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self.error = error
 
     def add(self, delta: Delta) -> Iterator[None]:
@@ -62,11 +62,11 @@ CALLS: list[tuple[str, Callable[[AnswerWriter], object]]] = [
 ]
 
 
+@pytest.mark.parametrize("error", [KeyError("tide"), SystemExit(3), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize(("method", "call"), CALLS)
 def test_a_request_names_the_plugin_and_the_method_when_its_writer_raises(
-    method: str, call: Callable[[AnswerWriter], object], caplog: pytest.LogCaptureFixture
+    method: str, call: Callable[[AnswerWriter], object], error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    error = KeyError("tide")
     with pytest.raises(ApiError, match=rf"^{PLUGIN} failed in {method}\(\); see the server's log$") as caught:
         call(PluginWriter(TornWriter(error), PLUGIN))
     assert caught.value.status == 500
