@@ -65,6 +65,7 @@ class CalibrationModel:
         self.device = device
         try:
             config = library.AutoConfig.from_pretrained(str(source.checkpoint.path), local_files_only=True)
+            config._attn_implementation = None  # not what config.json may name: what the library has for the model
             with torch.device("meta"):
                 model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             self._body: Any = model.model.eval()

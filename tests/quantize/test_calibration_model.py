@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from engine.testing.checkpoints import make_checkpoint
 def test_layers_compute_what_transformers_does(architecture: str, tmp_path: Path) -> None:
     """gemma2 caps attention scores, which SDPA does not; gemma3_text scales embeddings by a buffer."""
     path = make_checkpoint(tmp_path, architecture, tokenizer=True)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "attn_implementation": "flash_attention_2"}))
     tokens = torch.arange(60)[None] * 7 % 500
     library: Any = transformers
     whole = library.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
