@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from attrs import frozen
 
+from engine.cli.positive_number import positive_number
 from engine.core.quant import has_float8
 
 if TYPE_CHECKING:
@@ -19,11 +20,19 @@ if TYPE_CHECKING:
 
 Bandwidth = Annotated[
     float | None,
-    typer.Option(help="Memory bandwidth to compare with, TB/s; by default a copy is timed.", show_default=False),
+    typer.Option(
+        help="Memory bandwidth to compare with, TB/s; by default a copy is timed.",
+        show_default=False,
+        callback=positive_number,
+    ),
 ]
 MatmulRate = Annotated[
     float | None,
-    typer.Option(help="Matmul rate to compare with, TFLOP/s; by default one is timed.", show_default=False),
+    typer.Option(
+        help="Matmul rate to compare with, TFLOP/s; by default one is timed.",
+        show_default=False,
+        callback=positive_number,
+    ),
 ]
 
 ROUNDS = 5

@@ -24,6 +24,7 @@ from engine.cli.bench.roofline import Roofline, configured_roofline, configured_
 from engine.cli.bench.server_process import Server, cpu_seconds, first_api_key, running
 from engine.cli.opening import located
 from engine.cli.options import configured, given_settings, refuse_settings
+from engine.cli.positive_number import positive_number
 from engine.core.config import DEFAULT, Resolved, describe, flatten
 from engine.core.errors import ConfigError, ExecutorError
 
@@ -181,13 +182,18 @@ def serve(
         typer.Option(help=f"Processes that generate the load; 0: one per {CONNECTIONS} concurrent requests.", min=0),
     ] = 0,
     slo_ttft: Annotated[
-        float | None, typer.Option(help="Maximum time to first token for goodput, ms.", show_default=False)
+        float | None,
+        typer.Option(help="Maximum time to first token for goodput, ms.", show_default=False, callback=positive_number),
     ] = None,
     slo_tpot: Annotated[
-        float | None, typer.Option(help="Maximum time per output token for goodput, ms.", show_default=False)
+        float | None,
+        typer.Option(
+            help="Maximum time per output token for goodput, ms.", show_default=False, callback=positive_number
+        ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(help="Timeout of a level, seconds; running requests become errors.")
+        float,
+        typer.Option(help="Timeout of a level, seconds; running requests become errors.", callback=positive_number),
     ] = 600.0,
     seed: Annotated[int, typer.Option(help="Seed of prompts and intervals.")] = 0,
     bandwidth: Bandwidth = None,

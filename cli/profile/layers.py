@@ -79,6 +79,8 @@ def layers(
     else:
         with opened(resolved.config) as engine:
             peaks = find_peaks(engine.config.roofline, engine.device, engine.cache_info.dtype)
+            if prefill:
+                check_prefill(engine, prefill)
             profiled = [profile_decode(engine, batch, context, steps)]
             if prefill:
                 profiled.append(profile_prefill(engine, prefill, steps))
@@ -163,10 +165,14 @@ def _not_all(batch: int) -> str:
     )
 
 
-def profile_prefill(engine: Engine, length: int, steps: int) -> Profiled:
-    """Profile steps that compute prompts of `length` tokens, as many as fit into a step."""
+def check_prefill(engine: Engine, length: int) -> None:
+    """Raise ConfigError if no context holds a prompt of `length` tokens and one more."""
     if length + 1 > engine.max_len:
         raise ConfigError(f"--prefill {length} is more than a context can have, {engine.max_len}; give a smaller one")
+
+
+def profile_prefill(engine: Engine, length: int, steps: int) -> Profiled:
+    """Profile steps that compute prompts of `length` tokens, as many as fit into a step."""
     budget, limit = engine.config.scheduler.max_batch_tokens, engine.config.scheduler.max_running
     each = max(1, min(-(-budget // length), limit))
     count = -(-(SETTLE + 2 * steps + SKIP + SLACK) * min(budget, each * length) // length) + each

@@ -108,9 +108,12 @@ def test_cpu_time_is_that_of_the_process_and_its_children() -> None:
         (["--server-pid", "1"], "--server-pid needs --url"),
         (["--concurrency", "1", "--rate", "2"], "exclude each other"),
         (["--url", "127.0.0.1:9"], "--url '127.0.0.1:9' is not the URL of a server"),
+        (["--slo-ttft", "nan"], "--slo-ttft nan is not above 0 and finite"),
+        (["--timeout", "-1"], "--timeout -1 is not above 0 and finite"),
+        (["--bandwidth", "0"], "--bandwidth 0 is not above 0 and finite"),
     ],
 )
-def test_what_excludes_each_other_is_refused(run: Any, options: list[str], error: str) -> None:
+def test_options_that_cannot_be_are_refused(run: Any, options: list[str], error: str) -> None:
     done = run("bench", "serve", *options)
     assert done.exit_code == 2
     assert error in done.stderr

@@ -65,10 +65,6 @@ def test_names_are_cut_to_a_depth_and_floors_need_peaks(run: Any, engine_checkpo
         (("--batch", "5", "--max-running", "4"), "a batch of 5 cannot run: at most 4"),
         (("--context", "2000", "--batch", "1"), "--context 2000 and .* make more than the 512 that a context can have"),
         (
-            ("--prefill", "512", "--batch", "1", "--context", "8", "--steps", "1"),
-            "--prefill 512 is more than a context",
-        ),
-        (
             ("--batch", "8", "--context", "100", "--kv-memory", "256KiB"),
             "not all of the 8 sequences decoded in every step: the KV",
         ),
@@ -132,3 +128,12 @@ def test_a_running_server_is_profiled(run: Any, monkeypatch: pytest.MonkeyPatch,
     assert [line["name"] for line in table["lines"]] == ["model.layers.0.mlp.down_proj", "(batch)", "(idle)"]
     refused = run("profile", "layers", "--url", "http://h:1", "--max-running", "3")
     assert (refused.exit_code, "scheduler.max_running" in refused.stderr) == (2, True)
+
+
+def test_a_prefill_that_no_context_holds_is_refused_before_the_decode_steps(
+    run: Any, engine_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "profile_decode", lambda *_: pytest.fail("decode steps are profiled"))
+    done = run("profile", "layers", str(engine_checkpoint), "--prefill", "512", *FLAGS)
+    assert done.exit_code == 2, done.stdout
+    assert "--prefill 512 is more than a context" in done.stderr
