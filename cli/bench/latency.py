@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 COMPUTE = ("launch", "sample")
 """Phases during which a device that computes inside `submit` (a CPU) is busy."""
 PREFILL = (16, 2048)
-"""Prompts computed together, and tokens of each, unless --prefill says otherwise."""
+"""Default of --prefill: prompts computed together, and tokens of each; fewer tokens where the context is shorter."""
 
 
 @frozen(kw_only=True)
@@ -86,6 +86,25 @@ class Latency:
             yield Row(metric="prefill", case=self.prefill.name, value=self.prefill.rate, unit="tokens/s", share=share)
 
 
+def check_batches(engine: Engine, batches: Sequence[int]) -> None:
+    """Raise ConfigError if a batch has more sequences than can run."""
+    limit = engine.config.scheduler.max_running
+    if max(batches) > limit:
+        raise ConfigError(f"a batch of {max(batches)} cannot run: at most {limit} sequences can; raise --max-running")
+
+
+def check_lengths(engine: Engine, inputs: int, steps: int, prefill: tuple[int, int] | None) -> None:
+    """Raise ConfigError if a sequence of the decode steps or of the prefill does not fit into the context."""
+    lengths = {"--input-len and --steps": inputs + 1 + steps}
+    if prefill is not None:
+        lengths["--prefill"] = prefill[1] + 1
+    for options, tokens in lengths.items():
+        if tokens > engine.max_len:
+            raise ConfigError(
+                f"sequences of {options} have {tokens} tokens, and the context holds {engine.max_len}; give less"
+            )
+
+
 def measure(
     engine: Engine,
     batches: Sequence[int],
@@ -97,17 +116,10 @@ def measure(
 ) -> Latency:
     """Measure decode steps by batch, then a prefill of (prompts, tokens each); the fastest of `repeat` runs counts.
 
-    Raises ConfigError, before anything is measured, for batches or lengths that cannot run.
+    Raises ConfigError, before the first measurement, for batches or lengths that cannot run.
     """
-    limit = engine.config.scheduler.max_running
-    if max(batches) > limit:
-        raise ConfigError(f"a batch of {max(batches)} cannot run: at most {limit} sequences can; raise --max-running")
-    lengths = {"--input-len and --steps": inputs + 1 + steps, "--prefill": 0 if prefill is None else prefill[1] + 1}
-    for option, tokens in lengths.items():
-        if tokens > engine.max_len:
-            raise ConfigError(
-                f"{option} make sequences of {tokens} tokens, and the context holds {engine.max_len}; give less"
-            )
+    check_batches(engine, batches)
+    check_lengths(engine, inputs, steps, prefill)
     decodes = [measure_decode(engine, batch, inputs, steps, repeat) for batch in batches]
     measured = None
     if prefill is not None:

@@ -166,9 +166,12 @@ def _not_all(batch: int) -> str:
 
 
 def check_prefill(engine: Engine, length: int) -> None:
-    """Raise ConfigError if no context holds a prompt of `length` tokens and one more."""
+    """Raise ConfigError if a prompt of `length` tokens and the token after it do not fit into the context."""
     if length + 1 > engine.max_len:
-        raise ConfigError(f"--prefill {length} is more than a context can have, {engine.max_len}; give a smaller one")
+        raise ConfigError(
+            f"--prefill {length} and a token after it make more than the {engine.max_len} that a context can have;"
+            " give a smaller one"
+        )
 
 
 def profile_prefill(engine: Engine, length: int, steps: int) -> Profiled:

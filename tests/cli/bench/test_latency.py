@@ -74,16 +74,16 @@ def test_the_default_prefill_fits_a_short_context(run: Any, flags: list[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("sizes", "option"),
-    [(["--prefill", "2x64"], "--prefill make"), (["--steps", "60"], "--input-len and --steps make")],
+    ("sizes", "options"),
+    [(["--prefill", "2x64"], "--prefill"), (["--steps", "60"], "--input-len and --steps")],
 )
 def test_lengths_beyond_the_context_are_refused_before_a_measurement(
-    run: Any, flags: list[str], sizes: list[str], option: str
+    run: Any, flags: list[str], sizes: list[str], options: str
 ) -> None:
     common = ["--batch", "1", "--input-len", "4", "--steps", "4", "--max-len", "64"]
     done = run("bench", "latency", *flags, *common, *sizes)
     assert done.exit_code == 2
-    assert f"{option} sequences of 65 tokens, and the context holds 64" in done.stderr
+    assert f"sequences of {options} have 65 tokens, and the context holds 64" in done.stderr
     assert "per decode step" not in done.stderr
 
 

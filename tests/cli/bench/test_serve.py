@@ -113,7 +113,7 @@ def test_cpu_time_is_that_of_the_process_and_its_children() -> None:
         (["--bandwidth", "0"], "--bandwidth 0 is not above 0 and finite"),
     ],
 )
-def test_options_that_cannot_be_are_refused(run: Any, options: list[str], error: str) -> None:
+def test_options_that_exclude_each_other_or_make_no_sense_are_refused(run: Any, options: list[str], error: str) -> None:
     done = run("bench", "serve", *options)
     assert done.exit_code == 2
     assert error in done.stderr

@@ -130,10 +130,10 @@ def test_a_running_server_is_profiled(run: Any, monkeypatch: pytest.MonkeyPatch,
     assert (refused.exit_code, "scheduler.max_running" in refused.stderr) == (2, True)
 
 
-def test_a_prefill_that_no_context_holds_is_refused_before_the_decode_steps(
+def test_a_prefill_that_is_too_long_is_refused_before_the_decode_steps(
     run: Any, engine_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers, "profile_decode", lambda *_: pytest.fail("decode steps are profiled"))
     done = run("profile", "layers", str(engine_checkpoint), "--prefill", "512", *FLAGS)
     assert done.exit_code == 2, done.stdout
-    assert "--prefill 512 is more than a context" in done.stderr
+    assert "--prefill 512 and a token after it make more than the 512 that a context can have" in done.stderr
