@@ -33,7 +33,7 @@ MAX_COUNTED = 8192
 MAX_FEW = 4096
 """Maximum number of pairs of which each is compared with all."""
 FEW_PLACED = 16
-"""Pairs that a program places where there are at most MAX_FEW: all programs run at the same time."""
+"""Pairs that a program places where there are at most MAX_FEW: few enough that 2,048 pairs fill the device."""
 FEW_COMPARED = 128
 """Pairs that these are compared with at a time."""
 MIN_BINS = 32

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from engine.ops.gemm.weight_only_tiles import WeightOnlyShape
 
 MAX_FEW_ROWS = 8
-"""Rows of x for which these tiles are the rule, at most; autotuning tries some for more rows of small 4-bit weights."""
+"""Maximum rows of x for which these tiles are the default. Autotuning tries some with more, for small 4-bit weights."""
 REGISTERS = 65536
 """Registers of a multiprocessor."""
 MAX_REGISTERS = 255

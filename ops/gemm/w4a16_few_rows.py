@@ -95,7 +95,7 @@ def _scale_of(entries, GROUP: gl.constexpr, SCALE_DTYPE: gl.constexpr, ZERO_POIN
 
 
 def _name(variant: Any) -> str:
-    """The name of a compiled variant, by which `prefer_l1_cache` knows it: another one for more than MAX_FEW_ROWS."""
+    """Name of a compiled variant, by which `prefer_l1_cache` finds it: only those for up to MAX_FEW_ROWS rows."""
     has_few_rows = variant.constants["COLUMNS"] <= MAX_FEW_ROWS and not variant.constants["SEVERAL"]
     return "w4a16_few_rows_kernel" if has_few_rows else "w4a16_more_rows_kernel"
 

@@ -67,17 +67,17 @@ MIN_ROWS_DOUBLED = 128
 one."""
 
 MMA_CLASSES = (16, 32)
-"""Row classes for which tiles of small weights that multiply by mma.sync from registers are tried. At 64 rows they were
-chosen for two layers of Qwen3-0.6B, and a block took no less time, at 48 rows 8 % more."""
+"""Row classes in which MMA_TILES are tried. At 64 rows they were chosen for two layers of Qwen3-0.6B, but its block
+took no less time, and 8 % more at 48."""
 MMA_SIDE = 1280
-"""These tiles are tried for weights of less than SMALL_WEIGHTS with at most this many rows or inputs. Decode steps of
-models with larger hidden sizes, in which some layers would have them and others not, took up to 3 % more."""
+"""Maximum rows or inputs of weights, smaller than SMALL_WEIGHTS, for which MMA_TILES are tried. With larger hidden
+sizes only some layers of a model would have them, and decode steps took up to 3 % more."""
 MMA_TILES = (
     FewRowsTile(rows=16, warps=4, ahead=1, x_ahead=1, programs=4, columns=16),
     FewRowsTile(rows=16, warps=4, ahead=2, x_ahead=1, programs=3, columns=16),
     FewRowsTile(rows=32, warps=4, ahead=2, x_ahead=2, programs=3, row_warps=2, columns=16),
 )
-"""Such tiles, besides that for up to MAX_FEW_ROWS rows."""
+"""Tiles of the kernel for few rows with 16 rows of x, tried next to its default tile, which has MAX_FEW_ROWS."""
 
 
 def candidates(shape: WeightOnlyShape, rows: int, sms: int, shared: int, *, wgmma: bool = False) -> list[MeasuredTile]:
@@ -99,7 +99,7 @@ def candidates(shape: WeightOnlyShape, rows: int, sms: int, shared: int, *, wgmm
 
 
 def _mma_candidates(shape: WeightOnlyShape, rows: int, sms: int) -> Iterator[FewRowsTile]:
-    """Tiles of small weights that multiply by mma.sync from registers."""
+    """Tiles of the kernel for few rows, which multiplies by mma.sync from registers; none unless weights are small."""
     is_small = min(shape.weight_rows, shape.inputs) <= MMA_SIDE and shape.weight_bytes < SMALL_WEIGHTS
     if rows not in MMA_CLASSES or not is_small:
         return
