@@ -1,10 +1,10 @@
-"""What ranks that quantize their shards at load differ by, from one rank: random models of each native architecture.
+"""Compare two ranks that quantize their shards at load with one rank: random models of each native architecture.
 
     python benchmarks/quant_ranks.py [ARCHITECTURE ...] [--json FILE]
 
 Runs on a CPU in float32. Per architecture and method: the rms error of the log probabilities of a prompt on one rank
 and on two, against the unquantized model; the rms difference of two ranks from one, and from one rank that has a scale
-for each half of the inputs of row-parallel layers; and 1 if greedy tokens are others on two ranks.
+for each half of the inputs of row-parallel layers; and 1 if greedy tokens on two ranks differ from those on one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from engine.testing.ranks import threaded_ranks
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from tests.plugins.models.families import FAMILIES
-from tests.plugins.quant.test_ranks import share_inputs
+from tests.plugins.quant.test_ranks import quantize_by_halves
 
 PROMPT = [(37 * place) % 500 for place in range(60)]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
@@ -37,7 +37,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "int8, activations=none": {"quant__name": "int8", "quant__options": {"activations": "none"}},
     "fp8": {"quant__name": "fp8"},
 }
-MEASURED = {
+ARCHITECTURES = {
     name: family
     for name, family in FAMILIES.items()
     if not family.reads_images and not family.reference and family.form == "gptq"
@@ -46,7 +46,7 @@ MEASURED = {
 
 
 def compute(path: Path, ranks: int = 1, **settings: Any) -> tuple[Any, torch.Tensor]:
-    """Greedy tokens, and the log probabilities of the prompt's."""
+    """Greedy tokens, and the log probabilities of the prompt's tokens."""
     if ranks > 1:
         settings["executor"] = threaded_ranks(ranks)
     common = {"executor__device": "cpu", "model__dtype": "float32", "cache__memory": "4MiB"}
@@ -61,24 +61,24 @@ def rms(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def measure(name: str) -> list[Row]:
-    """The rows of one architecture."""
+    """Measure one architecture with each method, and print its errors."""
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        family = MEASURED[name]
+        family = ARCHITECTURES[name]
         path = make_checkpoint(directory, name, tokenizer=True, seed=family.seed, **family.config)
         _, exact = compute(path)
         for method, settings in METHODS.items():
             tokens, one = compute(path, **settings)
             tokens_of_two, two = compute(path, 2, **settings)
             with pytest.MonkeyPatch.context() as patch:
-                share_inputs(IntegerKernel, patch)
-                share_inputs(DequantizeAtLoadKernel, patch)
-                _, shared = compute(path, **settings)
+                quantize_by_halves(IntegerKernel, patch)
+                quantize_by_halves(DequantizeAtLoadKernel, patch)
+                _, by_halves = compute(path, **settings)
             values = {
                 "error of one rank": rms(one, exact),
                 "error of two ranks": rms(two, exact),
                 "two ranks from one": rms(two, one),
-                "two ranks from one with two scales": rms(two, shared),
+                "two ranks from one with two scales": rms(two, by_halves),
                 "other tokens": float(tokens != tokens_of_two),
             }
             case = f"{name}, {method}"
@@ -91,8 +91,8 @@ def measure(name: str) -> list[Row]:
     return rows
 
 
-def summary(rows: list[Row]) -> None:
-    """Print what the rows of each method say together."""
+def print_summary(rows: list[Row]) -> None:
+    """Print, per method, the median and the maximum over architectures."""
     for method in METHODS:
         of = {
             metric: [row.value for row in rows if row.metric == metric and row.case.partition(", ")[2] == method]
@@ -111,8 +111,8 @@ def main() -> None:
     parser.add_argument("architectures", nargs="*", metavar="ARCHITECTURE", help="default: all")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    rows = [row for name in arguments.architectures or MEASURED for row in measure(name)]
-    summary(rows)
+    rows = [row for name in arguments.architectures or ARCHITECTURES for row in measure(name)]
+    print_summary(rows)
     if arguments.json is not None:
         settings = {"prompt": len(PROMPT), "tokens": PARAMS.max_tokens, "arithmetic": "float32"}
         write(arguments.json, report("quant-ranks", "cpu", rows, settings))

@@ -98,8 +98,8 @@ def test_scales_computed_at_load_are_per_rank(method: str, plain: Any) -> None:
     assert 1e-5 < shared_error < max(1.5 * error, 0.01)
 
 
-def share_inputs(kernel: type[W8Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let one rank compute row-parallel layers as two do: a sum of halves of the inputs, quantized each on its own."""
+def quantize_by_halves(kernel: type[W8Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make one rank compute row-parallel layers as two do: quantize each half of the inputs alone, and add the sums."""
     prepare, apply = kernel.prepare, kernel.apply
 
     def prepare_halves(self: W8Kernel, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -129,10 +129,10 @@ def test_ranks_that_quantize_at_load_differ_from_one_by_their_scales_only(
     path = make_checkpoint(tmp_path / "model", architecture, tokenizer=True)
     _, one = scores(path, quant__name=method)
     tokens, two = scores(path, 2, quant__name=method)
-    share_inputs(kernel, monkeypatch)
-    shared_tokens, shared = scores(path, quant__name=method)
-    torch.testing.assert_close(two, shared, rtol=1e-4, atol=1e-4)
-    assert tokens == shared_tokens
+    quantize_by_halves(kernel, monkeypatch)
+    tokens_by_halves, by_halves = scores(path, quant__name=method)
+    torch.testing.assert_close(two, by_halves, rtol=1e-4, atol=1e-4)
+    assert tokens == tokens_by_halves
     assert float((two - one).abs().max()) > 1e-2
 
 
