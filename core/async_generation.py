@@ -39,9 +39,9 @@ class AsyncGenerator:
         self._pump: _Pump | None = None
 
     def close(self) -> None:
-        """Wait for the step that the thread may still run, and end the thread.
+        """Wait for the step in progress, if any, and end the thread.
 
-        The pump then ends its streams, since an engine that is being closed refuses its next use.
+        The engine is marked as closed by then, so the pump's next use of it raises, which ends the streams.
         """
         with self._engine_in_use:
             self._thread.shutdown(wait=False)
@@ -145,7 +145,7 @@ class _Pump:
     def _read_notes(self) -> bool:
         """Add the requests of new streams to the engine and abort those of closed ones.
 
-        False if no work is left, which ends the pump. Raises ExecutorError if the engine is closed or has failed.
+        Returns False if no work is left, which ends the pump. Raises ExecutorError as Engine.step does.
         """
         with self._engine_in_use:
             self._engine.require_usable()

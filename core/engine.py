@@ -336,12 +336,12 @@ class Engine:
     def close(self) -> None:
         """Stop the executor and free the device; a second call does nothing.
 
-        Open streams of `astream` end with an ExecutorError; the step that they may still run is waited for.
+        If streams of `astream` are open, this waits for the step in progress; the streams end with an ExecutorError.
         """
         if not self._closed:
             self._closed = True
             if self._async is not None:
-                self._async.close()
+                self._async.close()  # first, so that no step uses what is freed below
             self._loop.failure = "the engine is closed"
             self._loop.forget()
             self._traces.close()

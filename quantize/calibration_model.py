@@ -65,15 +65,17 @@ class CalibrationModel:
         self.device = device
         try:
             config = library.AutoConfig.from_pretrained(str(source.checkpoint.path), local_files_only=True)
-            config._attn_implementation = None  # not what config.json may name: what the library has for the model
+            # What config.json names may not be installed, or not compute the model; None: transformers chooses.
+            config._attn_implementation = None
             with torch.device("meta"):
                 model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             self._body: Any = model.model.eval()
             self._layers: Sequence[nn.Module] = self._body.layers
             self._body.rotary_emb = type(self._body.rotary_emb)(config=config).to(device)
+            # Checkpoints lack the buffers of embeddings, as Gemma 3's scale. This computes them; the weight stays meta.
             buffers = self._body.embed_tokens._buffers
             buffers.update({name: torch.empty_like(buffer, device=device) for name, buffer in buffers.items()})
-            model._init_weights(self._body.embed_tokens)  # computes the buffers, as Gemma 3's scale; weights stay meta
+            model._init_weights(self._body.embed_tokens)
         except Exception as error:  # transformers raises errors of any class for unknown architectures
             raise CheckpointError(
                 f"text cannot be run through {source.checkpoint.path} layer by layer: {type(error).__name__}: {error};"

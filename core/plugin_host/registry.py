@@ -40,7 +40,8 @@ Manifest = tuple[tuple[str, str, str], ...]
 """(plugin, distribution, version) of each loaded plugin, in the order of loading."""
 
 SLOW_HOOK_SECONDS = 3.0
-"""Time after which the log names a plugin whose observing hook has not returned: before the server ends the process."""
+"""Time after which the log names a plugin whose observing hook has not returned. Less than the 5 s after
+which a server ends a process that does not exit."""
 
 _log = logging.getLogger(__name__)
 
@@ -175,14 +176,14 @@ class Plugins:
     def notify(self, hook: str, **arguments: object) -> None:
         """Call an observing hook of every plugin, the last loaded first. What a plugin raises is logged.
 
-        A hook that does not return is waited for; after SLOW_HOOK_SECONDS (3 s) the log names its plugin.
+        There is no time limit; after SLOW_HOOK_SECONDS (3 s) the log names the plugin whose hook has not returned.
         """
         for plugin, manager in reversed(list(zip(self.loaded, self.managers, strict=True))):
             caller = getattr(manager.hook, hook)
             if not caller.get_hookimpls():
                 continue
             try:
-                with _slowness_logged(plugin, hook):
+                with _logged_if_slow(plugin, hook):
                     caller(**arguments)
             except BaseException as error:
                 raise_interrupt(error)
@@ -258,12 +259,12 @@ class Plugins:
 
 
 @contextmanager
-def _slowness_logged(plugin: PluginInfo, hook: str) -> Iterator[None]:
-    """Log that a hook is waited for, if the `with` block takes longer than SLOW_HOOK_SECONDS."""
+def _logged_if_slow(plugin: PluginInfo, hook: str) -> Iterator[None]:
+    """Log that the engine waits for a hook, if the `with` block takes longer than SLOW_HOOK_SECONDS."""
     message = "%s has been in %s() for %g s, which holds up the engine until it returns"
     timer = threading.Timer(SLOW_HOOK_SECONDS, _log.warning, (message, plugin, hook, SLOW_HOOK_SECONDS))
     timer.daemon = True
-    with suppress(RuntimeError):  # Python exits, and starts no more threads
+    with suppress(RuntimeError):  # no thread can be started while Python exits
         timer.start()
     try:
         yield

@@ -99,7 +99,7 @@ class Recorder:
         self._spans: Spans | None = None
         """While recording."""
         self._deadline = time.monotonic() + options.max_seconds
-        """Of the recording or, until it begins, of the steps that are skipped."""
+        """When the recording must end or, before it begins, when the steps to skip must be over."""
         self._stages: list[Stages] = []
         self._in_flight: list[_RecordedResult] = []
         self._requests: dict[str, tuple[RequestState, int | None]] = {}
@@ -194,7 +194,7 @@ class Recorder:
         elif self._merging is None and self.running:
             skipped, limit = self.options.after - self._skip, self.options.max_seconds
             self._fail(
-                f"nothing was recorded: in {limit:g} s, the longest time, the engine ran only {skipped} of the"
+                f"nothing was recorded: in the {limit:g} s that it may last, the engine ran only {skipped} of the"
                 f" {self.options.after} steps to skip; send requests meanwhile, or skip fewer steps"
             )
 

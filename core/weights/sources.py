@@ -109,7 +109,7 @@ class SafetensorsSource(WeightSource):
         if missing:
             names, asked = sorted(set(missing.values())), owners()
             askers = sorted({asked.of(name) for name in missing})
-            hint = asked.hint(self._file_of, set(stored.values()), self._checkpoint.quantization)
+            hint = asked.quant_hint(self._file_of, set(stored.values()), self._checkpoint.quantization)
             raise CheckpointError(
                 f"{self._directory} lacks {len(names)} tensor(s) that {' and '.join(askers)}"
                 f" {'needs' if len(askers) == 1 else 'need'}: {listed(names)};"
@@ -127,7 +127,7 @@ class SafetensorsSource(WeightSource):
         if left_over:
             asked = owners()
             know = f"neither {' nor '.join([MODEL, *asked.names])} knows" if asked.names else f"{MODEL} does not know"
-            hint = asked.hint(self._file_of, wanted, self._checkpoint.quantization)
+            hint = asked.quant_hint(self._file_of, wanted, self._checkpoint.quantization)
             raise CheckpointError(
                 f"{self._directory} has {len(left_over)} tensor(s) that {know}: {listed(left_over)};"
                 f" {hint or 'config.json or the architecture may not be those of these weights'}"

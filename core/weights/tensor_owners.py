@@ -1,4 +1,4 @@
-"""Who asks for a checkpoint's tensors, and what errors about them say of the quantization method."""
+"""Which plugins ask for a checkpoint's tensors, for the text of errors about them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TensorOwners:
     """Whether the quantization method has made the kernel of a layer."""
 
     def of(self, name: str) -> str:
-        """What asks for a tensor."""
+        """How errors name what asks for a tensor."""
         return self.by_tensor.get(name, MODEL)
 
     @property
@@ -33,10 +33,10 @@ class TensorOwners:
         """The plugins that ask for tensors, or could."""
         return sorted({*self.by_tensor.values(), *([self.quant] if self.has_kernels else [])})
 
-    def hint(self, stored: Collection[str], wanted: Collection[str], config: Mapping[str, Any] | None) -> str:
-        """What to do if the quantization method does not fit the checkpoint; empty if it may fit.
+    def quant_hint(self, stored: Collection[str], wanted: Collection[str], config: Mapping[str, Any] | None) -> str:
+        """Why the quantization method does not fit the checkpoint, and what to do; empty if it may fit.
 
-        stored: names of all tensors; wanted: of those that layers ask for. config: the checkpoint's
+        stored: names of all tensors in the checkpoint. wanted: of those that layers ask for. config: the checkpoint's
         quantization_config; None: it has none.
         """
         if not self.quant:
@@ -63,7 +63,7 @@ Owners = Callable[[], TensorOwners]
 
 
 def _look_quantized(stored: Collection[str], wanted: Collection[str]) -> bool:
-    """Whether a module of which layers ask for the weight has tensors that only quantized layers have."""
+    """Whether the checkpoint has, next to a weight that layers ask for, tensors that only quantized layers have."""
     modules = {module for module, _, end in (name.rpartition(".") for name in wanted) if end == "weight"}
     others = (name.rpartition(".") for name in stored if name not in wanted)
     return any(module in modules and end not in UNQUANTIZED for module, _, end in others)

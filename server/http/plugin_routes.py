@@ -223,11 +223,11 @@ class _PluginRoutes(Routes):
         self.staged.append(route)
 
     async def _guarded(self, path: str, handle: Callable[[], Awaitable[Reply]]) -> Reply:
-        """Call a handler; what it raises or returns by mistake is logged by the plugin's name and becomes a 500."""
+        """Call a handler; what it raises or returns by mistake is logged with the plugin's name and becomes a 500."""
         try:
             reply = await handle()
             if not callable(reply):
-                raise TypeError(f"the handler returned {shown(reply)}, not what methods of Routes return")
+                raise TypeError(f"the handler returned {shown(reply)}, not a Reply, which methods of Routes return")
             return reply
         except (ApiError, InvalidRequestError):
             raise

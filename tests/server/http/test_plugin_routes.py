@@ -206,7 +206,7 @@ def test_a_handler_that_exits_or_returns_something_else_is_named_and_ends_no_oth
             assert refused.json() == {"no": "the plugin of /v1/poem failed; see the server's log"}
         assert "took longer than 3 s" in list(lines)[-2]
     assert "SystemExit: 3" in poems.errors
-    assert "the handler returned None, not what methods of Routes return" in poems.errors
+    assert "the handler returned None, not a Reply" in poems.errors
 
 
 def test_a_writer_that_fails_ends_its_stream_alone(poems: Any, client: httpx.Client) -> None:
