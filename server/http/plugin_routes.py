@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -231,8 +232,11 @@ class _PluginRoutes(Routes):
             return reply
         except (ApiError, InvalidRequestError):
             raise
-        except (Exception, *EXITS) as error:
+        except (Exception, asyncio.CancelledError, *EXITS) as error:
             raise_interrupt(error)
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+                raise  # the request was cancelled, rather than something that the handler awaited
             log.exception("%s failed in its route %s", self._plugin, path)
             raise ApiError(500, f"the plugin of {path} failed; see the server's log") from None
 

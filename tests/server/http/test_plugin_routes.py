@@ -78,6 +78,10 @@ def register_routes(routes):
             raise KeyError("verse")
         if wish.subject == "exit":
             raise SystemExit(3)
+        if wish.subject == "cancel":
+            lost = asyncio.get_running_loop().create_future()
+            lost.cancel()
+            await lost
         if wish.subject == "nothing":
             return None
         await asyncio.sleep(wish.wait)
@@ -193,19 +197,20 @@ def test_errors_have_the_shape_of_the_path(poems: Any, client: httpx.Client) -> 
     assert "KeyError: 'verse'" in poems.errors
 
 
-def test_a_handler_that_exits_or_returns_something_else_is_named_and_ends_no_other_request(
+def test_a_handler_that_exits_cancels_or_returns_something_else_is_named_and_ends_no_other_request(
     poems: Any, client: httpx.Client
 ) -> None:
     """SystemExit in a task would end the event loop, and the front end with all its requests."""
     with client.stream("POST", "/v1/poem", json={"subject": "x and so on", "stream": True}) as response:
         lines = response.iter_lines()
         next(lines)
-        for subject in "exit", "nothing":
+        for subject in "exit", "cancel", "nothing":
             refused = client.post("/v1/poem", json={"subject": subject})
             assert refused.status_code == 500
             assert refused.json() == {"no": "the plugin of /v1/poem failed; see the server's log"}
         assert "took longer than 3 s" in list(lines)[-2]
     assert "SystemExit: 3" in poems.errors
+    assert "asyncio.exceptions.CancelledError" in poems.errors
     assert "the handler returned None, not a Reply" in poems.errors
 
 
