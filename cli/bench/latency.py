@@ -11,7 +11,7 @@ import typer
 from attrs import frozen
 
 from engine.cli.bench.ceilings import Bandwidth, MatmulRate
-from engine.cli.bench.load import Load, Measured, opened, parse_counts, run_load, say
+from engine.cli.bench.load import Load, Measured, check_batch, opened, parse_counts, run_load, say
 from engine.cli.bench.report import Json, Plot, Row, engine_settings, percent, report, write
 from engine.cli.bench.roofline import Roofline, measured_roofline
 from engine.cli.options import OFFLINE, configured
@@ -86,13 +86,6 @@ class Latency:
             yield Row(metric="prefill", case=self.prefill.name, value=self.prefill.rate, unit="tokens/s", share=share)
 
 
-def check_batches(engine: Engine, batches: Sequence[int]) -> None:
-    """Raise ConfigError if a batch has more sequences than can run."""
-    limit = engine.config.scheduler.max_running
-    if max(batches) > limit:
-        raise ConfigError(f"a batch of {max(batches)} cannot run: at most {limit} sequences can; raise --max-running")
-
-
 def check_lengths(engine: Engine, inputs: int, steps: int, prefill: tuple[int, int] | None) -> None:
     """Raise ConfigError if a sequence of the decode steps or of the prefill does not fit into the context."""
     lengths = {"--input-len and --steps": inputs + 1 + steps}
@@ -118,7 +111,7 @@ def measure(
 
     Raises ConfigError, before the first measurement, for batches or lengths that cannot run.
     """
-    check_batches(engine, batches)
+    check_batch(engine, max(batches))
     check_lengths(engine, inputs, steps, prefill)
     decodes = [measure_decode(engine, batch, inputs, steps, repeat) for batch in batches]
     measured = None

@@ -110,6 +110,13 @@ def parse_counts(text: str, flag: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, parts)))
 
 
+def check_batch(engine: Engine, batch: int) -> None:
+    """Raise ConfigError if this many sequences cannot run at the same time."""
+    limit = engine.config.scheduler.max_running
+    if batch > limit:
+        raise ConfigError(f"a batch of {batch} cannot run: at most {limit} sequences can; raise --max-running")
+
+
 def make_load(count: int, inputs: tuple[int, int], outputs: tuple[int, int], seed: int = 0) -> Load:
     """`count` requests with lengths drawn uniformly from the ranges, all prompt lengths first."""
     draw = random.Random(seed)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import attrs
 import typer
 
-from engine.cli.bench.load import Load, abandon, opened, say
+from engine.cli.bench.load import Load, abandon, check_batch, opened, say
 from engine.cli.bench.report import Json, engine_settings, header, write
 from engine.cli.options import OFFLINE, configured, refuse_settings
 from engine.cli.output_file import output_file
@@ -130,9 +130,7 @@ def _kinds(rank: RankLayers) -> str:
 
 def profile_decode(engine: Engine, batch: int, context: int, steps: int) -> Profiled:
     """Profile decode steps of `batch` sequences. Raises ConfigError if they cannot all decode at the same time."""
-    limit = engine.config.scheduler.max_running
-    if batch > limit:
-        raise ConfigError(f"a batch of {batch} cannot run: at most {limit} sequences can; raise --max-running")
+    check_batch(engine, batch)
     budget = engine.config.scheduler.max_batch_tokens
     chunks = -(-batch * context // max(budget - batch, 1))  # steps in which the first sequences already decode
     outputs = chunks + SETTLE + 2 * steps + SKIP + 2 * SLACK
